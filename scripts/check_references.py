@@ -1,9 +1,9 @@
-"""A check that every file named in a comment or a docstring exists.
+"""A check that every file named in a comment, a docstring or a page exists.
 
     python scripts/check_references.py
 
-It searches the sources of FOLDERS for names that end like a source or a page. A name may be a path or the
-end of one; ``*``, ``<dtype>`` and ``{name}`` in it stand for anything.
+It searches the sources and pages of FOLDERS, and PAGES, for names that end like a source or a page. A name
+may be a path or the end of one; ``*``, ``<dtype>`` and ``{name}`` in it stand for anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "selfattn_ext", "tests", "simulators", "scripts", "benchmarks")
+FOLDERS = ("csrc", "selfattn_ext", "tests", "simulators", "scripts", "benchmarks", "docs")
+PAGES = ("/README.md", "/CONTRIBUTING.md")  # not CHANGELOG.md, whose files may be gone
 
 NAME = re.compile(r"[\w*<>{}./-]*[\w*>}]\.(?:cuh|cu|cpp|h|md|py)\b(?!\(|\.\w|-\w)")
 #: Strings come before comments, as they may contain what looks like one.
@@ -29,6 +30,10 @@ TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)+\'|//[^\n]*|/\*.*?\
 ELSEWHERE = {
     "Python.h": "of Python",
     "table.md": "the user's, written by benchmarks/gpu_run.py --markdown",
+    "gpu-results/bench.md": "written by scripts/gpu_check.sh --bench",
+    "simt_forward_float32.cu": "of a build, from the table in selfattn_ext/build/sources.py",
+    "path/to/the/test.py": "an example",
+    "kernel.cu": "the user's, in an example",
 }
 
 
@@ -49,6 +54,9 @@ def files_of(root: Path) -> list[str]:
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the comments and docstrings of a source, each with the number of its first line."""
     source = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield 1, re.sub(r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), source, flags=re.M | re.S)
+        return
     if path.suffix != ".py":
         for found in TOKEN.finditer(source):
             if found[0].startswith("/"):
@@ -70,9 +78,9 @@ def dangling(root: Path) -> list[str]:
     problems = []
     for file in sorted(files):
         path = root / file[1:]
-        if not file.startswith(tuple(f"/{folder}/" for folder in FOLDERS)):
+        if not file.startswith((*PAGES, *(f"/{folder}/" for folder in FOLDERS))):
             continue
-        if path.suffix not in (".cpp", ".cu", ".cuh", ".h", ".py"):
+        if path.suffix not in (".cpp", ".cu", ".cuh", ".h", ".py", ".md"):
             continue
         for first, text in texts_of(path):
             for found in NAME.finditer(text):

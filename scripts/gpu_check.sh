@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# What a machine with a GPU has to say about this checkout: builds the library for that GPU in place, runs the
-# tests that need one, records what the GPU's instructions compute, and compares speeds with torch.
+# Checks this checkout on a machine with a GPU. It builds the library for that GPU in place, runs the tests that
+# need one, records what the GPU's instructions compute, and compares speeds with torch.
 #
 #   scripts/gpu_check.sh --all             every step, in the order below
 #   scripts/gpu_check.sh --build --test    some of them; every other step needs --build once before
 #
 #   --build    compile for the GPU that is here, in place
-#   --hopper   on compute capability 9.0: its products and copies alone, as the kernels ask for them
-#   --test     the tests that are about the GPU; that one cannot be used is a failure
+#   --hopper   on compute capability 9.0: its products and copies alone, as the kernels request them
+#   --test     the tests of the GPU; it is a failure if none can be used
 #   --device   the tests of numbers, gradients and modules with their tensors on the GPU, likewise
 #   --suite    the rest of the tests
 #   --check    the kernels against nvcc's and the disassembler's reports, for this GPU's architecture
-#   --golden   what the GPU answers to every instruction that the emulator models, as golden.tar: unpack it in
-#              simulators/cuda_emulator/golden and commit that, for the emulator's tests to replay
-#   --bench    the table against each backend of torch's scaled_dot_product_attention
+#   --golden   the GPU's answers to every instruction that the emulator models, as golden.tar: unpack it in
+#              simulators/cuda_emulator/golden and commit that, so that the emulator's tests replay it
+#   --bench    the table of speeds beside each backend of torch's scaled_dot_product_attention
 #   --quick    with --bench: fewer cases
 #
-# A step takes at most 8 minutes on 16 cores: what runs longer is stopped and counts as failed (STEP_SECONDS
-# changes the limit). Steps after a failed one still run. Nothing is downloaded and nothing installed: PYTHON
-# (default: python3) needs torch with CUDA, setuptools, ninja and pytest, and nvcc must be there.
-# Everything goes into OUT (default: gpu-results): log.txt, which grows with every call, and what steps make.
+# A step takes at most 8 minutes on 16 cores: a step that runs longer is stopped and counts as failed
+# (STEP_SECONDS changes the limit). Steps after a failed one still run. Nothing is downloaded and nothing
+# installed: PYTHON (default: python3) needs torch with CUDA, setuptools, ninja and pytest, and nvcc must be there.
+# Everything goes into OUT (default: gpu-results): log.txt, which grows with every call, and the steps' results.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 exec </dev/null
@@ -33,20 +33,20 @@ steps=()
 quick=()
 gpu_tests=(tests/cuda/test_cuda.py tests/cuda/test_cuda_runtime.py tests/cuda/test_cuda_sequences.py tests/cuda/test_cuda_sizes.py
   tests/cuda/test_cuda_tangents.py tests/cuda/test_cuda_training.py)
-# What needs the network or packages that such a machine may lack.
+# These tests need the network or packages that such a machine may lack.
 elsewhere=(--ignore=tests/building/test_install.py --ignore=tests/documents/test_notebook.py --ignore=tests/documents/test_source_notebooks.py)
 summary=()
 
 usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
 
-wanted() { # keeps the order of the help, whatever that of the arguments
+wanted() { # prints the steps in the order of the help, whatever the order of the arguments
   local step
   for step in build hopper test device suite check golden bench; do
     case " ${steps[*]} " in *" $step "* | *" all "*) echo "$step" ;; esac
   done
 }
 
-architecture() { # of this GPU, with its own instructions where the kernels may use them
+architecture() { # prints this GPU's architecture, with its own instructions if the kernels may use them
   "$python" -c '
 import torch
 capability = "%d%d" % torch.cuda.get_device_capability()
@@ -63,7 +63,7 @@ record_golden() { # record_golden PYTHON ARCHITECTURE ARCHIVE
 }
 
 # shellcheck disable=SC2329  # likewise
-ask_hopper() { # ask_hopper ARCHITECTURE: whether each number of products and of copied boxes is the host's
+ask_hopper() { # ask_hopper ARCHITECTURE: compares each number of products and of copied boxes with the host's
   [ "$1" = 90a ] || { echo "not asked: this is a GPU for sm_$1"; return; }
   folder=$(mktemp -d) || return
   trap 'rm -rf "$folder"' EXIT
@@ -74,7 +74,7 @@ ask_hopper() { # ask_hopper ARCHITECTURE: whether each number of products and of
   [ -s "$folder/differences" ] && ! grep -v ': 0$' "$folder/differences"
 }
 
-run() { # run NAME COMMAND...: a step within its time limit; its line in the summary
+run() { # run NAME COMMAND...: runs a step within its time limit, and adds its line to the summary
   local name=$1 start=$SECONDS code line
   shift
   printf '\n=== %s: %s\n' "$name" "$*"
@@ -88,7 +88,7 @@ run() { # run NAME COMMAND...: a step within its time limit; its line in the sum
   summary+=("$(printf '%-7s %s (%d s)' "$name" "$line" $((SECONDS - start)))")
 }
 
-tests() { # tests NAME VARIABLE=VALUE... [-- ARGUMENT...]: in several processes where pytest-xdist is installed
+tests() { # tests NAME VARIABLE=VALUE... [-- ARGUMENT...]: runs pytest, in several processes if xdist is installed
   local name=$1 variables=(PYTHONUNBUFFERED=1) parallel=()
   shift
   while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -110,7 +110,7 @@ perform() { # perform STEP
       run hopper bash -c 'ask_hopper "$@"' hopper "$(architecture)"
       ;;
     test)
-      # One process: some of these want most of the GPU's memory, and look at how much of it is taken.
+      # They run in one process, because some need most of the GPU's memory and measure how much of it is taken.
       run test env SELFATTN_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1 "$python" -m pytest -q -p no:cacheprovider \
         "${gpu_tests[@]}"
       ;;

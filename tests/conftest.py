@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a fixed seed for each, and every kernel that this machine can run."""
+"""Fixtures of all tests: a fixed seed for each test, and every kernel that this machine can run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import selfattn_ext
 from selfattn_ext import backends
 from selfattn_ext.arguments import forced_kernel
 
-# Functions of scores that tests compile: not where those of a user are, and kept for the next run.
+# Score functions that tests compile are kept for the next run, but not among those of the user.
 os.environ.setdefault("SELFATTN_FUNCTION_CACHE", str(modules.TESTS.parent / "build" / "functions"))
 
 if gpu.DEVICE != "cpu":
-    # Before the test modules, some of which make tensors as they are imported.
+    # This comes before the test modules, some of which make tensors when they are imported.
     torch.set_default_device(gpu.DEVICE)
     collect_ignore = [
         str(path.relative_to(modules.TESTS))
@@ -33,10 +33,10 @@ if gpu.DEVICE != "cpu":
     ]
 
 
-#: Modules of tests that take up to minutes each: they start first, so that no process is left alone with one.
+#: Modules whose tests take up to minutes each. They start first, so that no process ends alone with one.
 LONGEST = ("test_emulated_kernels.py", "test_jit.py", "test_emulated_engine.py", "test_amx_emulated.py")
-#: Modules of many quick tests that come right after the first of those, for another process, so that whoever
-#: waits sees some pass.
+#: Modules of many quick tests. Another process runs them right after the first of those, so that a person who
+#: waits sees tests pass.
 QUICK = ("test_functional.py", "test_edge_cases.py")
 
 
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """For whoever waits: which tests come first, and that silence is no sign of trouble."""
+    """Tells a person who waits which tests come first, and that few dots are no sign of trouble."""
     if not config.getoption("numprocesses", None) or config.args != config.getini("testpaths"):
         return []
     return [
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"cpu_only(reason): left out with {gpu.DEVICE_VARIABLE}=cuda")
     if gpu.DEVICE != "cpu" and (reason := gpu.missing()) is not None:
         pytest.exit(f"{gpu.DEVICE_VARIABLE}={gpu.DEVICE}: this run {reason}", returncode=1)
-    # The processes of pytest-xdist share the processors: threads that wait for each other only spin.
+    # The processes of pytest-xdist share the processors, and threads that wait for each other only spin.
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the processes that tests start
@@ -76,8 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadgroup: a process has a test for all kernels, so that what judges them is computed once
-    (remembered() in cases.py). The names of the tests stay what they are, unlike with marks.
+    """With --dist loadgroup, one process runs a test for all kernels, so that their judge computes once
+    (remembered() in cases.py). Marks would do the same, but change the names of the tests.
     """
     if config.getvalue("dist") != "loadgroup":
         return None
@@ -87,7 +87,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return OF_KERNEL.sub("", super()._split_scope(nodeid))
 
-    # In the order of pytest_collection_modifyitems, not of the numbers of tests.
+    # Scopes keep the order of pytest_collection_modifyitems; by default those with most tests come first.
     config.option.loadscopereorder = False
     return LoadCaseScheduling(config, log)
 
@@ -99,19 +99,19 @@ def _fixed_seed() -> None:
 
 #: The instruction sets that tests run on, best first.
 ISAS = backends.cpu_isas()[: int(os.environ.get("SELFATTN_TEST_ISAS", "0")) or None]
-# A process that runs on one kernel, such as one of the emulator's, tests that one.
+# A process with a forced kernel, such as one of the emulator's, tests only that kernel.
 CPU_KERNELS = (
     [forced_kernel.current()] if forced_kernel.current() else [*(f"fused-{isa}" for isa in ISAS), "loops"]
 )
-#: Those of the device that the process tests.
+#: The kernels of the device that the process tests.
 KERNELS = CPU_KERNELS if gpu.DEVICE == "cpu" else gpu.KERNELS
 
 
-#: Those with forward mode and second derivatives, which "loops" leaves out.
+#: The kernels that have forward mode and second derivatives, which "loops" lacks.
 TANGENT_KERNELS = [kernel for kernel in KERNELS if kernel != "loops"]
 
 
-#: What the name of a test has of the kernel it runs on.
+#: The part of a test's name that names the kernel it runs on.
 OF_KERNEL = re.compile(r"(?<=[\[-])(?:" + "|".join(map(re.escape, sorted({*KERNELS, *ISAS}))) + r")(?=[\]-])")
 
 
@@ -129,7 +129,7 @@ def forced(kernel: str) -> Iterator[None]:
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every kernel of this machine in every instruction set, forced."""
+    """Forces every kernel of this machine in every instruction set, in turn."""
     with forced(request.param):
         yield request.param
 
@@ -143,8 +143,8 @@ def tangent_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=ISAS if gpu.DEVICE == "cpu" else gpu.KERNELS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine, forced; on a GPU, every kernel."""
-    # The former leaves the kernel that a process forces alone.
+    """Forces every instruction set of this machine, in turn; on a GPU, every kernel."""
+    # use_cpu_isa does not change the kernel that a process may force.
     force = backends.use_cpu_isa if gpu.DEVICE == "cpu" else forced
     with force(request.param):
         yield request.param
@@ -152,25 +152,25 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=gpu.KERNELS)
 def cuda_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every way to compute on the GPU, forced; for modules that start with gpu.need()."""
+    """Forces every way to compute on the GPU, in turn; it is for modules that start with gpu.need()."""
     with forced(request.param):
         yield request.param
 
 
-# Without a GPU the modules that are about nothing else say what is missing.
+# Without a GPU there are no such tests; modules that are only about the GPU say what is missing.
 ALSO = gpu.KERNELS if gpu.DEVICE == "cpu" and (gpu.required() or gpu.missing() is None) else ()
 
 
 @pytest.fixture(params=[*KERNELS, *ALSO])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every kernel of this machine, forced, and the device that it computes on: "cpu" or "cuda"."""
+    """Forces every kernel of this machine, in turn; gives the device that it computes on, "cpu" or "cuda"."""
     with forced(request.param):
         yield "cuda" if request.param.startswith("cuda") else "cpu"
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Restores the number of threads after a test that changes it, and starts with one."""
+    """Starts a test with one thread, and restores the number of threads after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -182,7 +182,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
     """Runs a script in a process of its own, with the package under test, and returns what it prints."""
 
     def run(script: str, **environment: str) -> str:
-        # Away from a checkout whose package may be another one than the installed.
+        # The script runs outside a checkout, whose package may differ from the installed one.
         package = str(Path(selfattn_ext.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
         return subprocess.run(

@@ -1,5 +1,5 @@
-// What is told about new keys and values that go behind those of a cache, and where each of them goes.
-// Plain data only. csrc/ops fills the structure after checking every argument.
+// The arguments of appending to a cache: new keys and values, and where each of them goes. They are plain
+// data only. csrc/ops fills the structure after checking every argument.
 #pragma once
 
 #include "attention_params.h"
@@ -9,7 +9,7 @@ namespace selfattn {
 struct AppendParams {
   int64_t batch = 0;
   int64_t kv_heads = 0;
-  int64_t rows = 0;      // new rows of each sequence; packed: of all together
+  int64_t rows = 0;      // new rows of each sequence; if packed, of all together
   int64_t capacity = 0;  // positions of a sequence: rows of the cache, or of all pages that a table row names
   int64_t head_dim = 0;
   int64_t value_dim = 0;
@@ -23,12 +23,12 @@ struct AppendParams {
   const int64_t* row_starts = nullptr;  // nullable; (batch + 1): where the packed rows of a sequence start
   const int64_t* lengths = nullptr;     // (batch)
   bool lengths_after = false;           // whether the lengths count the new rows
-  Pages pages;                          // table nullable: the cache is contiguous
+  Pages pages;                          // a null table means that the cache is contiguous
 
   SELFATTN_HOST_DEVICE int64_t rows_of(int64_t b) const {
     return row_starts == nullptr ? rows : row_starts[b + 1] - row_starts[b];
   }
-  // The position that the first new row of a sequence gets.
+  // Returns the position that the first new row of a sequence gets.
   SELFATTN_HOST_DEVICE int64_t first_position(int64_t b) const {
     return lengths[b] - (lengths_after ? rows_of(b) : 0);
   }

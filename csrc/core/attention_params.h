@@ -1,5 +1,5 @@
-// What a kernel is told: raw pointers with shapes, strides and nullability, and the options of the call.
-// Plain data only. csrc/ops fills these structures after checking every argument; kernels trust them.
+// The arguments of a kernel: raw pointers with shapes, strides and nullability, and options. They are plain
+// data only. csrc/ops fills these structures after checking every argument; kernels trust them.
 #pragma once
 
 #include <cstdint>
@@ -30,14 +30,15 @@ struct HeadScalars {
 struct Dropout {
   bool enabled = false;
   double probability = 0.0;
-  // Device pointer, so that a CUDA graph replays with the seed's current value. Where the pattern has moved,
-  // four numbers follow it: what it counts the first batch element, head, query and key of the call as.
+  // A device pointer, so that a CUDA graph replays with the seed's current value. If the pattern has moved,
+  // four numbers follow the seed: the pattern's indices of the first batch element, head, query and key of
+  // the call.
   const int64_t* seed = nullptr;  // nullable unless enabled
   bool moved = false;
-  int64_t first_batch = 0;  // what the pattern counts the first batch element as
+  int64_t first_batch = 0;  // the pattern's index of the first batch element
 };
 
-// Where the pattern of a call begins. Keys are counted in groups of four, as random numbers are.
+// The origin of a call within the pattern. Keys are counted in groups of four, as random numbers are.
 struct DropoutOrigin {
   uint32_t batch = 0, head = 0, query = 0, key_group = 0;
 };
@@ -51,28 +52,27 @@ inline SELFATTN_HOST_DEVICE DropoutOrigin dropout_origin(const Dropout& dropout)
   return origin;
 }
 
-// The mask of one sequence in a buffer that holds those of all: its first element, and its shape, which is
-// contiguous and has 1 where the mask is broadcast.
+// The mask of one sequence in a buffer that holds those of all. It is contiguous, and a size is 1 if the mask
+// is broadcast along it.
 struct OwnMask {
   int64_t first = 0;
   int64_t size[3] = {0, 0, 0};  // heads, queries, keys
 };
 
-// Where the elements of a batch lie that have lengths of their own; see sequences.h. Device pointers but the
-// last, all of them nullable: what is missing is the same for every element.
+// The places of batch elements that have lengths of their own; see sequences.h. All pointers but the last are
+// device pointers. All are nullable: what is missing is the same for every element.
 struct Sequences {
-  // [batch + 1]: element b has the rows starts[b] .. starts[b + 1] - 1 of a query (a key) that has no batch;
-  // the view's stride of the batch is 0.
+  // [batch + 1]: element b has the rows starts[b] .. starts[b + 1] - 1 of a query (a key) without a batch
+  // dimension; the view's stride of the batch is 0.
   const int64_t* query_starts = nullptr;
   const int64_t* key_starts = nullptr;
   const int64_t* key_lengths = nullptr;    // [batch]: how many of its keys exist
   const int64_t* query_offsets = nullptr;  // [batch]: instead of query_offset
-  // Rows that packed tensors have. On a GPU nobody has looked at the numbers above: kernels limit them by
-  // these.
+  // The rows of packed tensors. On a GPU the numbers above are unchecked, so kernels limit them by these.
   int64_t query_rows = 0;
   int64_t key_rows = 0;
-  // [batch], on the host, where nobody but element_of() and launch_of() need read it: elements have masks of
-  // their own, and the view of the mask (of its gradient) is that of a buffer of one dimension.
+  // [batch], on the host, as only element_of() and launch_of() read it. If it is given, elements have masks
+  // of their own, and the view of the mask (of its gradient) is that of a buffer of one dimension.
   const OwnMask* own_masks = nullptr;
   // Elements with fewer or more queries are left to another kernel.
   int64_t least_queries = 0;
@@ -85,24 +85,24 @@ struct Sequences {
 };
 
 // Keys and values in pages that lie anywhere: key j of element b is row j % size of page table[b * stride + j
-// / size]. The batch of the views of key and value then counts pages.
+// / size]. The batch dimension of the views of key and value then counts pages.
 struct Pages {
-  const int32_t* table = nullptr;  // nullable: there are none
+  const int32_t* table = nullptr;  // null if there are no pages
   int64_t stride = 0;
   int64_t size = 0;   // rows of a page
   int64_t count = 0;  // pages that exist
 };
 
-// How exact products of float32 numbers must be: to float32, to a sum of two bfloat16 numbers, or to one. A
-// kernel may always be more exact than it is asked to be.
+// The least exactness of products of float32 numbers: that of float32, of a sum of two bfloat16 numbers, or
+// of one. A kernel may always be more exact than it is asked to be.
 enum class Float32Precision : int8_t { kHighest, kHigh, kMedium };
 
 struct AttentionParams {
   int64_t batch = 0;
   int64_t heads = 0;
   int64_t kv_heads = 0;   // divides heads; query head h reads kv head h / (heads / kv_heads)
-  int64_t queries = 0;    // L; where elements differ, of the longest
-  int64_t keys = 0;       // S; the same
+  int64_t queries = 0;    // L; if elements differ, of the longest
+  int64_t keys = 0;       // S; likewise
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
   DType dtype = DType::kFloat32;
@@ -124,18 +124,18 @@ struct AttentionParams {
   int64_t window_left = -1;
   int64_t window_right = -1;
   int64_t query_offset = 0;
-  // A row gets the same bits with any other rows of its sequence in the call, or none.
+  // A row gets the same bits whichever other rows of its sequence the call has.
   bool batch_invariant = false;
 
   Sequences sequences;
   Pages pages;
-  // From one head to the next in arrays of row statistics: queries, or all rows of a packed query.
+  // The stride of heads in arrays of row statistics: queries, or all rows of a packed query.
   int64_t rows_per_head = 0;
 
-  // Changes scores once they are scaled, capped and sloped; mask and windows come after it.
+  // It changes scores once they are scaled, capped and sloped; mask and windows come after it.
   ScoreFunction function;
 
-  // Where arrays of row statistics hold a query.
+  // Returns the place of a query in arrays of row statistics.
   SELFATTN_HOST_DEVICE int64_t row(int64_t batch_index, int64_t head, int64_t query_index) const {
     return (batch_index * heads + head) * rows_per_head + query_index;
   }
@@ -143,13 +143,13 @@ struct AttentionParams {
 };
 
 // The accumulation type is double for float64 inputs and float otherwise. Row statistics are contiguous
-// (batch, heads, queries) arrays of it, (heads, rows) where queries are packed: weights = exp(score -
+// (batch, heads, queries) arrays of it, or (heads, rows) if queries are packed: weights = exp(score -
 // row_max) / row_sum.
 struct ForwardOutputs {
   View out;                 // (batch, heads, queries, value_dim), last stride 1
   void* row_max = nullptr;  // -inf where a row sees nothing
   void* row_sum = nullptr;  // 0 where a row sees nothing
-  // nullable; laid out as out: what rounding to a 16-bit dtype took away, itself rounded to that dtype. With
+  // Nullable, laid out as out: what rounding to a 16-bit dtype took away, itself rounded to that dtype. With
   // it the backward knows rowsum(grad_out * out) to float accuracy, so that gradients carry no rounding but
   // their own.
   void* out_residual = nullptr;
@@ -158,7 +158,7 @@ struct ForwardOutputs {
 struct WeightsOutputs {
   const void* row_max = nullptr;
   const void* row_sum = nullptr;
-  View weights;  // (batch, heads, queries, keys), last stride 1; zeros on entry where elements differ in
+  View weights;  // (batch, heads, queries, keys), last stride 1; zeros on entry if elements differ in
                  // length
 };
 
@@ -176,8 +176,8 @@ struct BackwardArguments {
   View grad_value;
   View grad_mask;  // nullable; zeros on entry; strides are 0 where the mask was broadcast, for the kernel to
                    // sum over those dimensions, and otherwise those of a contiguous tensor
-  // nullable; laid out as row_max, of the accumulation type: per-row sums of d(score) * bias /
-  // slope and d(sink). Summed over batch and queries by the caller, in a fixed order.
+  // Nullable, laid out as row_max, of the accumulation type: per-row sums of d(score) * bias / slope, and of
+  // d(sink). The caller sums them over batch and queries, in a fixed order.
   void* grad_slopes_rows = nullptr;
   void* grad_sinks_rows = nullptr;
   // Scratch of Kernel::backward_workspace() bytes, 64-byte aligned; nullable when that is 0.
@@ -188,13 +188,13 @@ struct BackwardArguments {
 struct CapturedGradients {
   // [tensors of the function]: how many elements each gradient has, 0 where it is not wanted.
   const int64_t* sizes = nullptr;
-  int64_t count = 0;       // of tensors
+  int64_t count = 0;       // number of tensors
   double* sums = nullptr;  // the wanted gradients, one behind the other; zeros on entry
-  // Scores of unlike batch elements, of unlike heads, of unlike queries read unlike elements of each tensor
-  // whose gradient is wanted.
+  // Whether scores of different batch elements (heads, queries) read different elements of each tensor whose
+  // gradient is wanted.
   bool exclusive_batch = false, exclusive_head = false, exclusive_query = false;
 
-  // Of all sums.
+  // Returns the number of all sums.
   int64_t size() const {
     int64_t all = 0;
     for (int64_t i = 0; i < count; ++i) all += sizes[i];
@@ -233,7 +233,7 @@ struct SoftmaxParams {
   View result;  // contiguous: weights, or the gradient of the scores
 };
 
-// The attention that has these scores, or these weights: as much of it as is told.
+// Returns the attention call with these scores, or these weights, as far as they tell.
 inline AttentionParams attention_of(const ScoresParams& s) {
   AttentionParams p;
   p.batch = s.batch;

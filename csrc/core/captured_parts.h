@@ -1,8 +1,7 @@
-// How the gradients of captured tensors are divided among items of work. Which of their elements a score
-// falls on only the function knows. So an item sums up what a range of (batch, head, queries) adds: to the
-// result itself where no other item adds to the same elements, and otherwise to a copy, and the copies are
-// added up in their order. How the work is divided, and with it the order of every sum, depends on the shape
-// alone.
+// Divides the gradients of captured tensors among items of work. Only the function knows on which of their
+// elements a score falls. So an item sums up what a range of (batch, head, queries) adds: in the result
+// itself if no other item adds to the same elements, and otherwise in a copy. The copies are added up in
+// their order. The division, and with it the order of every sum, depends on the shape alone.
 #pragma once
 
 #include "attention_params.h"
@@ -19,14 +18,15 @@ struct CapturedParts {
     int64_t copy;  // 0 is the result
   };
 
-  static constexpr int64_t kCopyBytes = int64_t{64} * 1048576;  // of all copies, or twice the result's
+  static constexpr int64_t kCopyBytes = int64_t{64} * 1048576;  // bytes of all copies, or twice the result's
 
   int64_t all_batches, all_heads, all_strips;  // strips are neighbouring queries that are computed together
   bool exclusive_batch, exclusive_head, exclusive_query;
   int64_t batches = 1, heads = 1, queries = 1;  // parts of each
   int64_t copies = 1;
 
-  // About so many items, if copies do not forbid it. Something is wanted: the size is not 0.
+  // Makes about so many items, unless the copies would be too large. Some gradient must be wanted: the size
+  // is not 0.
   CapturedParts(const CapturedGradients& g, int64_t items, int64_t of_batches, int64_t of_heads,
                 int64_t of_strips)
       : all_batches(of_batches),

@@ -61,7 +61,7 @@ inline SELFATTN_HOST_DEVICE float float_from_bfloat16(uint16_t bits) {
   return float_from_bits(static_cast<uint32_t>(bits) << 16);
 }
 
-// Round to nearest even. NaN keeps its sign and becomes quiet: rounding its payload could carry it into
+// Rounds to nearest even. NaN keeps its sign and becomes quiet: rounding its payload could carry it into
 // infinity.
 inline SELFATTN_HOST_DEVICE uint16_t bfloat16_from_float(float value) {
   const uint32_t bits = bits_from_float(value);
@@ -85,7 +85,7 @@ inline SELFATTN_HOST_DEVICE float float_from_float16(uint16_t bits) {
   return float_from_bits(bits_from_float(value) | sign);
 }
 
-// Round to nearest even; overflow becomes infinity as in IEEE 754.
+// Rounds to nearest even; overflow becomes infinity as in IEEE 754.
 inline SELFATTN_HOST_DEVICE uint16_t float16_from_float(float value) {
   const uint32_t bits = bits_from_float(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -120,7 +120,7 @@ inline SELFATTN_HOST_DEVICE float from_double<float>(double value) {
   return static_cast<float>(value);
 }
 
-// One element of any dtype as T (float or double). A boolean reads as 1 or 0.
+// Reads one element of any dtype as T (float or double). A boolean reads as 1 or 0.
 template <class T>
 inline SELFATTN_HOST_DEVICE T load_element(const void* data, DType dtype, int64_t index) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-// Options in messages for people.
+// The names of options in messages for people.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace selfattn {
 
-// "softcap, sinks".
+// Returns a list such as "softcap, sinks".
 inline std::string names_of(OptionSet options) {
   std::string names;
   for (int n = 0; n < static_cast<int>(Option::kCount); ++n) {

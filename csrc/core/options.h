@@ -1,7 +1,7 @@
-// Which options of attention a call uses, and which ones a kernel applies.
+// Sets of options: those that a call of attention uses, and those that a kernel applies.
 //
 // Note [Declared options]
-//     A kernel that knows nothing of an option would compute as if it had not been asked for. So each kernel
+//     A kernel that knows nothing of an option would compute as if nobody had asked for it. So each kernel
 //     lists the options that it applies, an engine refuses calls that use others, and a shortcut inside a
 //     kernel, which is written for some of them, takes the calls whose options it lists. A new option is in
 //     no list until somebody has written it there. There is deliberately no name for "all options".
@@ -14,15 +14,15 @@
 
 namespace selfattn {
 
-// Those of AttentionParams that change results, or promise something about them. How exact products are is
-// none of them: a kernel may always be more exact than it is asked to be.
+// The parts of AttentionParams that change results, or promise something about them. The exactness of
+// products is not among them: a kernel may always be more exact than it is asked to be.
 enum class Option : uint8_t {
   kMask,
   kOwnMasks,
   kAlibiSlopes,
   kSinks,
   kDropout,
-  kWindow,  // causal is one
+  kWindow,  // a causal mask is a window
   kQueryOffset,
   kSoftcap,
   kPackedQueries,
@@ -36,7 +36,7 @@ enum class Option : uint8_t {
   kCount
 };
 
-// As the operators' schema calls it.
+// Returns the option's name in the operators' schema.
 constexpr const char* name_of(Option option) {
   constexpr const char* kNames[] = {
       "attn_mask",    "mask_shapes",           "alibi_slopes",   "sinks",
@@ -67,12 +67,12 @@ class OptionSet {
   uint32_t bits_ = 0;
 };
 
-// Lengths and places that the elements of a batch have of their own. element_of() (sequences.h) makes calls
+// The options by which elements of a batch differ in length and place. element_of() (sequences.h) makes calls
 // without them out of one that uses them.
 constexpr OptionSet kSequenceOptions = {Option::kOwnMasks,   Option::kPackedQueries, Option::kPackedKeys,
                                         Option::kKeyLengths, Option::kQueryOffsets,  Option::kPages};
 
-// What the call uses.
+// Returns the options that the call uses.
 inline OptionSet options_of(const AttentionParams& p) {
   OptionSet used;
   const auto add_if = [&used](bool is_used, Option option) {

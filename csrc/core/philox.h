@@ -1,7 +1,7 @@
-// Counter-based random numbers for dropout: Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw, "Parallel
-// random numbers: as easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there). A number depends on the seed
-// and on the position of its weight only, so every kernel, tiling, thread count and device drops the same
-// weights.
+// Counter-based random numbers for dropout: Philox4x32 with 7 rounds. The paper is Salmon, Moraes, Dror,
+// Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there. A number
+// depends on the seed and on the position of its weight only, so every kernel, tiling, thread count and
+// device drops the same weights.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Philox4 {
   uint32_t word[4];
 };
 
-// The four words for keys 4*key_group .. 4*key_group + 3 of one query row.
+// Returns the four words for keys 4*key_group .. 4*key_group + 3 of one query row.
 inline SELFATTN_HOST_DEVICE Philox4 philox(uint64_t seed, uint32_t key_group, uint32_t query, uint32_t head,
                                            uint32_t batch) {
   uint32_t c0 = key_group, c1 = query, c2 = head, c3 = batch;
@@ -40,12 +40,14 @@ inline SELFATTN_HOST_DEVICE Philox4 philox(uint64_t seed, uint32_t key_group, ui
   return {{c0, c1, c2, c3}};
 }
 
-// A weight is dropped when its word is below this. 2^32 for probability 1, hence 64 bits.
+// Returns the threshold of dropout: a weight is dropped if its word is below it. It is 2^32 for probability
+// 1, hence 64 bits.
 inline SELFATTN_HOST_DEVICE uint64_t dropout_threshold(double probability) {
   return static_cast<uint64_t>(probability * 4294967296.0);
 }
 
-// What survivors are multiplied by. Nothing survives probability 1, where 1/(1-p) would be infinite.
+// Returns the factor of the weights that are kept. None is kept at probability 1, where 1/(1-p) would be
+// infinite.
 inline SELFATTN_HOST_DEVICE double dropout_keep_scale(double probability) {
   return probability < 1.0 ? 1.0 / (1.0 - probability) : 0.0;
 }

@@ -1,5 +1,5 @@
-// The operations of torch on single numbers for functions of scores (score_function.h), where C++ has none or
-// means another: plain loops over them become vector instructions.
+// Operations of torch on single numbers, for functions of scores (score_function.h). They are those that C++
+// lacks or defines differently. Compilers turn plain loops over them into vector instructions.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ inline To bits_of(From x) {
 
 inline float from_bfloat16(uint16_t x) { return bits_of<float>(static_cast<uint32_t>(x) << 16); }
 
-// To the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 inline float round_to_bfloat16(float x) {
   const uint32_t bits = bits_of<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
@@ -35,7 +35,7 @@ inline float from_float16(uint16_t half) {
   return (half & 0x8000) != 0 ? -result : result;
 }
 
-// Adding a number whose last bit is the one to round to rounds there.
+// Adding a number whose last bit is the one to round to rounds the sum there.
 inline float round_to_float16(float x) {
   const float size = std::fabs(x);
   const uint32_t exponent = bits_of<uint32_t>(size < 0x1p-14f ? 0x1p-14f : size) & 0x7f800000u;
@@ -45,7 +45,7 @@ inline float round_to_float16(float x) {
   return x != x ? x : std::copysign(size == std::numeric_limits<float>::infinity() ? size : limited, x);
 }
 
-// a * b + c, rounded once where that is one instruction: compilers may not merge products and sums by
+// Returns a * b + c, rounded once if that is one instruction: compilers may not merge products and sums by
 // themselves.
 template <class T>
 inline T multiply_add(T a, T b, T c) {
@@ -92,7 +92,7 @@ template <class T>
 inline T mul_of(T a, T b) {
   return static_cast<T>(static_cast<Bits<T>>(a) * static_cast<Bits<T>>(b));
 }
-// Shifts by less than nothing, or by all bits and more, leave 0, or the sign.
+// Shifts by negative numbers, or by all bits and more, leave 0, or the sign.
 template <class T>
 inline T bitwise_left_shift_of(T a, T by) {
   constexpr T kBits = 8 * sizeof(T);
@@ -128,7 +128,7 @@ template <class T>
 inline T sign_of(T x) {
   return static_cast<T>((x > T(0)) - (x < T(0)));
 }
-// torch's sgn and sign of real numbers differ in nothing.
+// For real numbers torch's sgn and sign are the same.
 template <class T>
 inline T sgn_of(T x) {
   return sign_of(x);
@@ -153,7 +153,7 @@ inline bool is_infinite(T x) {
     return false;
   }
 }
-// Whether the sign is that of negative numbers: -0 and NaN have one, too.
+// Tells whether the sign bit is set: -0 and NaN may have it, too.
 template <class T>
 inline bool is_negative(T x) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -163,7 +163,7 @@ inline bool is_negative(T x) {
   }
 }
 
-// Rounding leaves integers what they are.
+// Rounding leaves integers as they are.
 template <class T>
 inline T floor_of(T x) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -237,8 +237,9 @@ inline T floor_divide_of(T a, T b) {
   }
 }
 
-// e^x to 1 unit in the last place: e^x = 2^n e^r with |r| below half of ln 2, and a polynomial for e^r
-// (Cody and Waite 1980). 2^n in two factors, so that results below the smallest normal number are rounded.
+// Returns e^x to 1 unit in the last place: e^x = 2^n e^r with |r| below half of ln 2, and a polynomial for
+// e^r (Cody and Waite 1980). 2^n comes in two factors, so that results below the smallest normal number are
+// rounded.
 inline float exp_of(float x) {
   const float limited = x > 89.0f ? 89.0f : (x < -104.0f ? -104.0f : x);
   const float shifted = multiply_add(limited, 1.44269504f, 12582912.0f);  // 1.5 * 2^23: the last bits are n
@@ -258,8 +259,8 @@ inline float exp_of(float x) {
 }
 inline double exp_of(double x) { return std::exp(x); }
 
-// By e^(-2|x|) - 1, which keeps the digits of small arguments: tanh(|x|) = -m / (m + 2). Errors are below 3
-// units in the last place. The polynomial is that of benchmarks/fit_exp.py.
+// Uses m = e^(-2|x|) - 1, which keeps the digits of small arguments: tanh(|x|) = -m / (m + 2). Errors are
+// below 3 units in the last place. The polynomial is that of benchmarks/fit_exp.py.
 inline float tanh_of(float x) {
   const float size = std::fabs(x);
   const float doubled = size > 20.0f ? -40.0f : -2.0f * size;
@@ -296,12 +297,12 @@ template <class T>
 inline T rsqrt_of(T x) {
   return T(1) / std::sqrt(x);
 }
-// Starts at the nearer end, as torch does, so that it is exact at both.
+// Starts at the nearer end, as torch does, so that the result is exact at both.
 template <class T>
 inline T lerp_of(T a, T b, T weight) {
   return std::fabs(weight) < T(0.5) ? multiply_add(weight, b - a, a) : multiply_add(weight - T(1), b - a, b);
 }
-// A negative power of an integer is 0, of 1 and -1 excepted.
+// A negative power of an integer is 0, except of 1 and -1.
 template <class T>
 inline T pow_of(T base, T exponent) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -317,8 +318,8 @@ inline T pow_of(T base, T exponent) {
   }
 }
 
-// The number itself in 32 bits, or, if it has more, the largest that there is. A single minimum, of which
-// compilers make vectors, as they do not of two comparisons.
+// Returns the number itself in 32 bits or, if it needs more, the largest that there is. It is a single
+// minimum, which compilers turn into vectors, as they do not two comparisons.
 inline int32_t saturated(int64_t x) {
   constexpr uint64_t kMost = 0xffffffffu;
   constexpr uint32_t kShift = 0x80000000u;
@@ -327,7 +328,7 @@ inline int32_t saturated(int64_t x) {
   return static_cast<int32_t>(static_cast<uint32_t>(limited) - kShift);
 }
 
-// What is read of a tensor of 16 bits.
+// An element of a tensor of 16-bit numbers, as it is read.
 struct BFloat16 {
   uint16_t bits;
   operator float() const { return from_bfloat16(bits); }

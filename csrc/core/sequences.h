@@ -1,8 +1,7 @@
-// Batches whose elements have lengths and places of their own: packed sequences, caches of different lengths,
-// pages.
+// Batches whose elements differ in length and place: packed sequences, caches, pages.
 //
-// A kernel has no other algorithm for them. It takes each element as a call of its own, of batch 1, so that
-// the result of a sequence does not depend on the company it came in.
+// A kernel treats them no differently: it takes each element as a call of its own, of batch 1, so that the
+// result of a sequence does not depend on the rest of the batch.
 #pragma once
 
 #include "attention_params.h"
@@ -10,7 +9,7 @@
 
 namespace selfattn {
 
-// Rows of a packed tensor. Whatever the numbers are, they lie within the tensor and are no more than
+// Rows of a packed tensor. Whatever the starts are, the rows lie within the tensor, and are no more than
 // `longest`.
 struct PackedRows {
   int64_t first;
@@ -38,7 +37,7 @@ inline SELFATTN_HOST_DEVICE PackedRows keys_of(const AttentionParams& p, int64_t
   return keys;
 }
 
-// How many scores a call computes, hidden ones among them.
+// Returns how many scores a call computes, hidden ones among them.
 inline double count_of_scores(const AttentionParams& p) {
   if (!p.sequences.any())
     return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(p.keys);
@@ -49,7 +48,8 @@ inline double count_of_scores(const AttentionParams& p) {
   return pairs * static_cast<double>(p.heads);
 }
 
-// Element b of a tensor whose rows are those of the queries, or of the keys. A null pointer stays one.
+// moved() skips elements, and element_of() returns element b of a tensor whose rows are those of the queries,
+// or of the keys. A null pointer stays null.
 inline SELFATTN_HOST_DEVICE void* moved(void* data, int64_t elements, DType dtype) {
   return data == nullptr ? nullptr : static_cast<char*>(data) + elements * size_of(dtype);
 }
@@ -67,7 +67,7 @@ inline SELFATTN_HOST_DEVICE HeadScalars element_of(const HeadScalars& scalars, i
   return element;
 }
 
-// The function of element b, whose positions count from its own first query and key.
+// Returns the function of element b, whose positions count from its own first query and key.
 inline SELFATTN_HOST_DEVICE ScoreFunction element_of(const ScoreFunction& function, int64_t b) {
   ScoreFunction element = function;
   element.first_batch = function.first_batch + b;
@@ -75,8 +75,8 @@ inline SELFATTN_HOST_DEVICE ScoreFunction element_of(const ScoreFunction& functi
   return element;
 }
 
-// Of a mask or of its gradient. The buffer's stride of the batch is that of each: not 0 for gradients, which
-// sequences do not share.
+// Returns element b of a mask or of its gradient. Each keeps the buffer's stride of the batch, which is not 0
+// for gradients, as sequences do not share them.
 inline SELFATTN_HOST_DEVICE View mask_of(const View& view, const AttentionParams& p, int64_t b) {
   if (p.sequences.own_masks == nullptr) return element_of(view, b, false, 0);
   const OwnMask& own = p.sequences.own_masks[b];
@@ -94,12 +94,12 @@ inline SELFATTN_HOST_DEVICE DType statistics_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
-// Where the row statistics of element b begin.
+// Returns where the row statistics of element b begin.
 inline SELFATTN_HOST_DEVICE int64_t first_row_of(const AttentionParams& p, int64_t b) {
   return p.sequences.query_starts != nullptr ? queries_of(p, b).first : p.row(b, 0, 0);
 }
 
-// The call of batch element b as a call of its own.
+// Returns batch element b as a call of its own.
 inline SELFATTN_HOST_DEVICE AttentionParams element_of(const AttentionParams& p, int64_t b) {
   AttentionParams element = p;
   const PackedRows queries = queries_of(p, b), keys = keys_of(p, b);
@@ -148,7 +148,7 @@ inline SELFATTN_HOST_DEVICE WeightsOutputs element_of(const WeightsOutputs& outp
   return element;
 }
 
-// But the workspace, which is the kernel's own affair.
+// The workspace stays that of the whole call: the kernel divides it.
 inline SELFATTN_HOST_DEVICE BackwardArguments element_of(const BackwardArguments& a, const AttentionParams& p,
                                                          int64_t b) {
   BackwardArguments element = a;
@@ -172,8 +172,9 @@ inline SELFATTN_HOST_DEVICE BackwardArguments element_of(const BackwardArguments
   return element;
 }
 
-// Element b of a call with masks of their own, where only the device knows the lengths: a batch of one, still
-// packed. No number makes a kernel read beyond the mask.
+// Returns element b of a call with masks of their own, if only the device knows the lengths: a batch of one
+// that is still packed. The mask's size limits queries and keys, so that no length makes a kernel read beyond
+// it.
 inline AttentionParams launch_of(const AttentionParams& p, int64_t b) {
   AttentionParams one = p;
   const int64_t* size = p.sequences.own_masks[b].size;
@@ -211,8 +212,8 @@ inline BackwardArguments launch_of(const BackwardArguments& a, const AttentionPa
   return one;
 }
 
-// Calls function(params, results) for the whole call, or for one sequence after the other where each has a
-// mask of its own.
+// Calls function(params, results) for the whole call, or for one sequence after the other if each has a mask
+// of its own.
 template <class Results, class Function>
 void for_each_launch(const AttentionParams& p, const Results& results, const Function& function) {
   if (p.sequences.own_masks == nullptr) return function(p, results);
@@ -222,13 +223,14 @@ void for_each_launch(const AttentionParams& p, const Results& results, const Fun
   }
 }
 
-// Where the rows of a page begin, by its place in the table. Page numbers are limited as starts are.
+// Returns where the rows of a page begin, given its place in the table. Page numbers are limited as starts
+// are.
 inline SELFATTN_HOST_DEVICE int64_t offset_of_page(const View& view, const Pages& pages, int64_t batch,
                                                    int64_t kv_head, int64_t index) {
   return view.offset(limited(pages.table[batch * pages.stride + index], 0, pages.count - 1), kv_head, 0);
 }
 
-// Where a row of keys or values lies.
+// Returns where a row of keys or values lies.
 inline SELFATTN_HOST_DEVICE int64_t offset_of_key(const View& view, const Pages& pages, int64_t batch,
                                                   int64_t kv_head, int64_t key) {
   if (pages.table == nullptr) return view.offset(batch, kv_head, key);

@@ -1,4 +1,4 @@
-// Directions in which attention is differentiated, and what comes of it: forward mode and second derivatives.
+// The arguments of forward mode and second derivatives: directions, and results along them.
 //
 // Note [Second derivatives]
 //     With t a direction (a tangent for each input), the forward mode gives tangent_out and tangent_lse,
@@ -7,6 +7,26 @@
 //     themselves: with t the cotangents of a backward's results they are the gradient of that backward, with
 //     t the tangents of its inputs its forward mode, and with t those of a forward mode the gradient of that.
 //     The gradient of F with respect to grad_out is tangent_out. So one kernel serves all three.
+//
+// Note [Formulas of tangents]
+//     For query i and key j, with P the softmax weights, keep the factors of dropout, cap' and cap'' the
+//     derivatives of the softcap, t in front of a name for its tangent and d for its gradient. The sink is
+//     one more key without a value.
+//
+//       Tdot_ij = scale (tq_i·k_j + q_i·tk_j)               the tangent of the scaled dot product
+//       T_ij    = cap'_ij Tdot_ij − tslope |i + offset − j| + tmask_ij
+//       m_i     = Σ_j P_ij T_ij                             = tlse_i
+//       tout_i  = Σ_j keep_ij P_ij ((T_ij − m_i) v_j + tv_j)
+//
+//       dP_ij   = keep_ij Σ_e dout_ie v_je                  U_ij = keep_ij Σ_e dout_ie tv_je
+//       delta_i = Σ_e dout_ie out_ie + grad_row_i           ds_ij = P_ij (dP_ij − delta_i)
+//       A_ij    = dP_ij (T_ij − m_i) − delta_i T_ij + U_ij  of the sink: −delta_i tsink
+//       c_i     = Σ_j P_ij A_ij
+//       g_ij    = P_ij (A_ij − c_i)                         the gradient of F by the finished score
+//       x_ij    = cap'_ij g_ij + cap''_ij ds_ij Tdot_ij     the same by the scaled dot product
+//       gq_i    = scale Σ_j (x_ij k_j + cap'_ij ds_ij tk_j)
+//       gk_j    = scale Σ_i (x_ij q_i + cap'_ij ds_ij tq_i)
+//       gv_j    = Σ_i keep_ij P_ij (T_ij − m_i) dout_i      gmask_ij = g_ij, and so on
 #pragma once
 
 #include "attention_params.h"
@@ -14,7 +34,7 @@
 
 namespace selfattn {
 
-// One for each input of attention that has one; what is missing is 0.
+// A tangent for each input of attention; one that is missing is 0.
 struct Tangents {
   View query;                // nullable; shaped as query, last stride 1
   View key;                  // nullable; shaped as key (of pages: the same pages), last stride 1
@@ -26,7 +46,7 @@ struct Tangents {
 
 struct JvpArguments {
   Tangents tangents;
-  ForwardOutputs forward;       // all but the tangents of attention's results
+  ForwardOutputs forward;       // the results of attention, without their tangents
   View tangent_out;             // (batch, heads, queries, value_dim), last stride 1
   void* tangent_lse = nullptr;  // laid out as row_max; 0 where a row sees nothing
 };

@@ -1,4 +1,4 @@
-// Which keys a query may see by its position: causal and sliding windows, before any mask tensor.
+// The keys that a query may see by its position: causal and sliding windows, without masks.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct KeyRange {
 
 inline SELFATTN_HOST_DEVICE int64_t clamp_key(int64_t key, int64_t keys) { return limited(key, 0, keys); }
 
-// What the rule depends on: of a call, or of one element of its batch.
+// The numbers that the rule depends on, of a call or of one element of its batch.
 struct Positions {
   int64_t queries, keys, query_offset, window_left, window_right;
 };
@@ -25,7 +25,7 @@ inline SELFATTN_HOST_DEVICE Positions positions_of(const AttentionParams& p) {
   return {p.queries, p.keys, p.query_offset, p.window_left, p.window_right};
 }
 
-// The keys that some query of [first, last] may see. For one query, pass it twice.
+// Returns the keys that some query of [first, last] may see. For one query, pass it twice.
 // csrc/ops bounds offsets and windows far below overflow, so the sums are exact.
 inline SELFATTN_HOST_DEVICE KeyRange visible_keys(const Positions& p, int64_t first, int64_t last) {
   KeyRange range{0, p.keys};
@@ -43,7 +43,7 @@ struct QueryRange {
   int64_t end;
 };
 
-// The queries that may see some key of [first, last]: visible_keys the other way round.
+// Returns the queries that may see some key of [first, last], the inverse of visible_keys.
 inline SELFATTN_HOST_DEVICE QueryRange visible_queries(const Positions& p, int64_t first, int64_t last) {
   QueryRange range{0, p.queries};
   if (p.window_right >= 0) range.begin = clamp_key(first - p.window_right - p.query_offset, p.queries);

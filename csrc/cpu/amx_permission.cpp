@@ -1,3 +1,4 @@
+// Asks Linux for AMX, or finds an emulator of it.
 #include "amx_permission.h"
 
 #include "cpu_features.h"
@@ -7,9 +8,9 @@
 #include <unistd.h>
 
 // Few machines have AMX, and the kernels that use it must be tested on the others too: simulators/amx
-// executes the instructions of the compiled library in a signal handler, and defines this function. Nothing
-// in the library does; the reference is weak, so that the loader sets it to null where no emulator is
-// preloaded or linked in. The visibility is spelled out because a hidden one would let the linker set it to
+// executes the instructions of the compiled library in a signal handler, and defines this function. The
+// library itself does not define it; the reference is weak, so that the loader sets it to null if no emulator
+// is preloaded or linked in. The visibility is spelled out because the linker would set a hidden reference to
 // null for ever.
 extern "C" bool selfattn_emulates_amx() __attribute__((weak, visibility("default")));
 #endif
@@ -38,8 +39,8 @@ bool ask_linux() { return false; }
 }  // namespace
 
 bool amx_permitted() {
-  // Linux first, even for an emulator: a processor that has AMX executes some of its instructions without
-  // permission, and traps at the others.
+  // Linux is asked first, even for an emulator: a processor that has AMX executes some of its instructions
+  // without permission, and traps at the others.
   static const bool permitted = ask_linux() || emulated();
   return permitted;
 }
@@ -51,8 +52,7 @@ const char* amx_unavailable_reason() {
   if (!f.amx_tile || !f.amx_bf16) return "this processor lacks AMX-BF16";
   if (amx_permitted()) return nullptr;
   return "the operating system refuses AMX to this process (arch_prctl: sandboxes and old kernels do, and so "
-         "does Linux "
-         "when a thread's signal stack is too small for the registers)";
+         "does Linux when a thread's signal stack is too small for the registers)";
 }
 
 }  // namespace selfattn::cpu

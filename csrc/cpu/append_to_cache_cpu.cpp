@@ -1,3 +1,4 @@
+// Copies the new rows on all threads, a block of rows of one kv head at a time.
 #include "append_to_cache_cpu.h"
 
 #include <algorithm>
@@ -14,7 +15,7 @@ constexpr int64_t kRowsOfAnItem = 128;
 struct Rows {
   const View* from;
   const View* to;
-  int64_t bytes;  // of one row
+  int64_t bytes;  // bytes of one row
 };
 
 void copy_rows(const Rows& rows, int64_t from, int64_t to, int64_t count) {
@@ -55,7 +56,7 @@ struct Task {
     const Rows both[] = {{&a.key, &a.key_cache, a.head_dim * size},
                          {&a.value, &a.value_cache, a.value_dim * size}};
     for (int64_t r = block * kRowsOfAnItem; r < end;) {
-      // As many rows as lie in one page.
+      // Copies as many rows as lie in one page.
       const int64_t place = position + r;
       const int64_t page_size = a.pages.table == nullptr ? a.capacity : a.pages.size;
       const int64_t target_batch =

@@ -1,4 +1,4 @@
-// Copies new keys and values behind those of a cache.
+// Appends new keys and values to a cache by copying them.
 #pragma once
 
 #include "../core/append_params.h"

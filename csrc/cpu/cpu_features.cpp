@@ -1,3 +1,4 @@
+// Detects the features, by CPUID on x86-64.
 #include "cpu_features.h"
 
 #include <cstdint>
@@ -17,7 +18,7 @@ struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
-// All zero for a leaf that the processor does not have.
+// Returns zeros for a leaf that the processor does not have.
 Registers cpuid(unsigned leaf, unsigned subleaf) {
   Registers r;
   __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
@@ -35,7 +36,8 @@ bool made_by_amd() {
 
 bool bit(unsigned value, int index) { return ((value >> index) & 1u) != 0; }
 
-// Which registers the operating system saves. Written as an instruction because the intrinsic needs -mxsave.
+// Returns which registers the operating system saves. The instruction is spelled out because its intrinsic
+// needs -mxsave.
 uint64_t saved_registers() {
   unsigned low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

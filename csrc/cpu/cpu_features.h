@@ -1,11 +1,11 @@
-// What the processor and the operating system offer, asked once.
+// The features that processor and operating system offer, detected once.
 #pragma once
 
 namespace selfattn::cpu {
 
 struct CpuFeatures {
   const char* architecture;  // "x86-64", "arm64", "other"
-  bool amd;                  // AMD, or Hygon with its cores: the same instructions at other speeds
+  bool amd;                  // made by AMD, or by Hygon with AMD's cores: the speeds of instructions differ
   bool avx2, fma, f16c;
   bool avx512f, avx512bw, avx512dq, avx512vl;
   bool avx512_vbmi, avx512_bf16, avx512_fp16;
@@ -14,7 +14,7 @@ struct CpuFeatures {
   bool neon;
 };
 
-// A vector feature counts only where the operating system saves its registers.
+// A vector feature counts only if the operating system saves its registers.
 const CpuFeatures& cpu_features();
 
 // One name and flag per feature, for people: cpu_feature(0..count-1).

@@ -1,4 +1,4 @@
-// The calls of a batch's elements: once for all instruction sets, whose sources need only the list.
+// Lists the calls of a batch's elements. This is compiled once, as every instruction set needs the same list.
 #include "joint_task.h"
 
 namespace selfattn::cpu {

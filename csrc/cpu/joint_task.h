@@ -1,5 +1,5 @@
-// A batch whose elements have lengths of their own, as one list of work items: a task for each element, and
-// the items of all of them one after another.
+// One list of work items for a batch whose elements differ in length. Each element has a task, and the items
+// of all tasks follow one another.
 #pragma once
 
 #include <algorithm>
@@ -20,21 +20,22 @@ struct ElementCall {
   Results results;
 };
 
-// The numbers of the elements with least .. most queries. Those with the most work come first, for the
-// threads to end together: what they begin last is short.
+// Returns the numbers of the elements with `least` to `most` queries. Elements with the most work come first,
+// so that the threads end together: the items that they begin last are short.
 std::vector<int64_t> elements_by_work(const AttentionParams& p, int64_t least, int64_t most);
 
-// The calls of those. Results are what a kernel is told beside the parameters, such as ForwardOutputs.
+// Returns the calls of these elements. `Results` is what a kernel gets beside the parameters, such as
+// ForwardOutputs.
 template <class Results>
 std::vector<ElementCall<Results>> element_calls(const AttentionParams& p, const Results& results,
                                                 int64_t least, int64_t most);
 
-// Reorders calls; of the same number of queries they stay in their order.
+// Sorts calls by their number of queries, largest first. Calls with equally many keep their order.
 void most_queries_first(std::vector<ElementCall<BackwardArguments>>& calls);
 
-// Tasks for for_each_item, joined. Within a task items keep their order, so that one may still wait for a
-// lower one. Scratch is that of the task that needs the most bytes, and must do for the others: either no
-// part of it is smaller than theirs, or it is laid out anew for every item.
+// A task for for_each_item that joins several. Within each of them items keep their order, so that an item
+// may still wait for a lower one. A worker's scratch is that of the task that needs the most bytes, and must
+// serve the others: either no part of it is smaller than theirs, or every item lays it out anew.
 template <class Task>
 class JointTask {
  public:
@@ -55,7 +56,7 @@ class JointTask {
 
  private:
   std::vector<Task> tasks;
-  std::vector<int64_t> ends;  // how many items the tasks up to each one have
+  std::vector<int64_t> ends;  // [n]: how many items tasks 0 .. n have together
 
   const Task& largest() const {
     return *std::max_element(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
@@ -64,7 +65,8 @@ class JointTask {
   }
 };
 
-// The joint task of calls, each of which is Task(params, results, more...). The calls must outlive it.
+// Returns the joint task of calls; the task of each is Task(params, results, more...). The calls must outlive
+// it.
 template <class Task, class Results, class... More>
 JointTask<Task> joint_task(const std::vector<ElementCall<Results>>& calls, const More&... more) {
   std::vector<Task> tasks;

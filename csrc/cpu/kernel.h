@@ -1,4 +1,4 @@
-// What a CPU kernel is: its entry points, and what the choice among kernels needs to know of it.
+// A CPU kernel's interface: its entry points, and what the choice among kernels needs to know.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct Kernel {
   const char* name;         // "fused", "loops"
   const char* isa;          // "avx512", "avx2", "scalar"
   const char* description;  // one line for people
-  bool automatic;           // false: only when asked for by name
+  bool automatic;           // false: it runs only when asked for by name
 
   void (*forward)(const AttentionParams&, const ForwardOutputs&, const ThreadPool&);
   void (*weights)(const AttentionParams&, const WeightsOutputs&, const ThreadPool&);
@@ -33,14 +33,14 @@ struct Kernel {
   void (*masked_softmax)(const SoftmaxParams&, const ThreadPool&);
   void (*masked_softmax_backward)(const SoftmaxParams&, const ThreadPool&);
 
-  // For people: the kernel that attention calls like this one are handed on to, nullptr where they are not.
-  // Null itself for kernels that never do that.
+  // Tells people which kernel computes such a call in this one's place; it returns nullptr if this one does.
+  // The pointer is null for kernels that never hand a call on.
   const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
-  // Those that forward, weights and backward apply: Note [Declared options] in core/options.h. A kernel that
-  // lacks some of kSequenceOptions is handed one element of a batch at a time.
+  // The options that forward, weights and backward apply: Note [Declared options] in core/options.h. A kernel
+  // that lacks some of kSequenceOptions gets one element of a batch at a time.
   OptionSet options;
-  // What is taken in this one's place where its instruction set is forced: it computes whatever it can, not
-  // only what it is the fastest for. Nullptr where there is no difference.
+  // The kernel that replaces this one if its instruction set is forced: it computes all calls that it can,
+  // not only those for which it is the fastest. It is nullptr if there is no difference.
   const Kernel* when_forced = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// The table itself: a kernel is in it, and then found by every op, once it has a line here.
+// The table of CPU kernels: every operator finds a kernel once it has a line here.
 #include "kernel_table.h"
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace selfattn::cpu {
 
-// The library of the emulator has the CUDA kernels on the CPU instead, for tests (simulators/cuda_emulator).
+// The emulator's library (simulators/cuda_emulator) runs the CUDA kernels on the CPU instead, for tests.
 #if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
 extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;
@@ -45,7 +45,7 @@ constexpr const char* kAutomatic = "";
 
 bool equal(const char* a, const char* b) { return std::strcmp(a, b) == 0; }
 
-// What the table holds in one of its columns, each name once, for messages: "avx512", "avx2", "scalar".
+// Lists the names in one column of the table for messages, each once: "avx512", "avx2", "scalar".
 std::string known_names(const char* Kernel::* field) {
   std::string names;
   for (int n = 0; n < kKernelCount; ++n) {
@@ -56,7 +56,7 @@ std::string known_names(const char* Kernel::* field) {
   return names;
 }
 
-// The ISA as the table spells it, "" for "" (automatic).
+// Returns the ISA as the table spells it; "" (automatic) stays "".
 const char* checked_isa(const std::string& isa) {
   if (isa.empty()) return kAutomatic;
   const char* reason = nullptr;
@@ -71,11 +71,12 @@ const char* checked_isa(const std::string& isa) {
   throw std::invalid_argument(asked + "is unknown; this library has " + known_names(&Kernel::isa));
 }
 
-// Whether a kernel that can run is also worth taking without being asked for. VDPBF16PS runs at the rate of a
-// multiply-add on AMD's processors, at half of it on Intel's (docs/cpu-kernels.md).
+// Tells whether a kernel that can run is worth taking unasked. VDPBF16PS runs at the rate of a multiply-add
+// on AMD's processors, but at half of it on Intel's (docs/cpu-kernels.md).
 bool worthwhile(const Kernel& kernel) { return !equal(kernel.isa, "avx512_bf16") || cpu_features().amd; }
 
-// The forced ISA is read on every call of an op, hence the atomic beside the lock: nullptr until it is known.
+// Every call of an operator reads the forced ISA, hence the atomic beside the lock. It is nullptr until the
+// ISA is known.
 std::atomic<const char*> forced{nullptr};
 std::mutex forced_mutex;
 

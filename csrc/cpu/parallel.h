@@ -1,4 +1,4 @@
-// How CPU kernels use threads: the caller lends a pool, kernels hand it numbered work items.
+// Work on threads: the caller lends a pool, and kernels hand it numbered work items.
 #pragma once
 
 #include <atomic>
@@ -12,9 +12,8 @@ namespace selfattn::cpu {
 
 constexpr size_t kCacheLine = 64;
 
-// The framework's thread pool behind a plain function, so that nothing here depends on the framework.
-// run() calls body(context) `workers` times, concurrently where threads allow, and returns when all have
-// returned.
+// The framework's thread pool behind a function pointer, so that nothing here depends on the framework. run()
+// calls body(context) `workers` times, concurrently if there are threads, and returns when all have returned.
 struct ThreadPool {
   int threads = 1;
   void (*run)(int workers, void (*body)(void* context),
@@ -24,16 +23,16 @@ struct ThreadPool {
 // Whether items of a task may wait for lower ones.
 enum class Items { kInOrder, kIndependent };
 
-// How many items a worker claims at a time. Of items that take less than a microsecond, claiming is a tenth
-// of the work and more, as the counter goes from one core's cache to another's. With sixteen claims a worker,
-// and eight items at most, the last claims leave nobody waiting for long.
+// Returns how many items a worker claims at a time. If an item takes less than a microsecond, claiming it is
+// a tenth of the work or more, because the counter moves from one core's cache to another's. With sixteen
+// claims per worker, of at most eight items, no worker waits long for the last claims.
 inline int64_t items_per_claim(Items kind, int64_t items, int64_t workers) {
   return kind == Items::kInOrder ? 1 : larger(smaller(items / (16 * workers), 8), 1);
 }
 
-// Runs task(item, scratch) for every item in [0, items). Items are claimed in ascending order, in order one
-// by one, so that an item may wait for a lower one: that one is running or done, on any number of threads.
-// Which thread runs an item must not change its result.
+// Runs task(item, scratch) for every item in [0, items). Items are claimed in ascending order, and one by one
+// if they are kInOrder, so that an item may wait for a lower one: the lower one is running or done, whatever
+// the number of threads. The thread that runs an item must not change its result.
 //
 // Task has a type Scratch, constructed from the task once per worker before the worker claims anything: a
 // worker that cannot allocate leaves its share to the others. If items stay undone, because no worker could
@@ -43,7 +42,7 @@ void for_each_item(const ThreadPool& pool, int64_t items, const Task& task, Item
   struct Shared {
     const Task* task = nullptr;
     int64_t items = 0, claim = 1;
-    // On lines of their own: what stands beside them is read by every worker, all the time.
+    // The counters have cache lines of their own: every worker reads what stands beside them, all the time.
     alignas(kCacheLine) std::atomic<int64_t> next{0};
     alignas(kCacheLine) std::atomic<int64_t> done{0};
     std::atomic<bool> failed{false};

@@ -1,3 +1,4 @@
+// Checks the arguments of the appending operators.
 #include "append_arguments.h"
 
 #include <algorithm>

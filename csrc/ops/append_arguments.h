@@ -17,7 +17,7 @@ struct AppendTensors {
   TensorHandle& block_table;  // nullable; (B, pages) int32: the caches are pages
 };
 
-// What an append writes to.
+// The caches that an append writes to.
 struct WrittenCaches {
   Input key, value;
 

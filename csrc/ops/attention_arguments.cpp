@@ -1,3 +1,4 @@
+// Checks the arguments that the attention operators share.
 #include "attention_arguments.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Reads the options off the stack, and writes their part of the schema.
 #include "attention_options.h"
 
 #include "attention_arguments.h"

@@ -1,3 +1,4 @@
+// Inspects and checks the tensors that an op was given.
 #include "checks.h"
 
 namespace selfattn::ops {

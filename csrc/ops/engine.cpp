@@ -1,3 +1,4 @@
+// The engine of the CPU, and the choice between it and that of CUDA.
 #include "engine.h"
 
 #include "../core/option_names.h"

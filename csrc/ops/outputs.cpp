@@ -1,3 +1,4 @@
+// Allocates results and scratch memory.
 #include "outputs.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// The framework's threads, and what a forked process may use of them.
 #include "run_kernel.h"
 
 #if defined(__linux__)

@@ -1,3 +1,4 @@
+// Loads functions of scores, and finds them by name.
 #include "score_function_library.h"
 
 #include <dlfcn.h>

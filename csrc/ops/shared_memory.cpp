@@ -1,3 +1,4 @@
+// Searches for elements that two tensors have in common.
 #include "shared_memory.h"
 
 #include <algorithm>

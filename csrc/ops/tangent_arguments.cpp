@@ -1,3 +1,4 @@
+// Checks tangents, and allocates those of attention's results.
 #include "tangent_arguments.h"
 
 namespace selfattn::ops {

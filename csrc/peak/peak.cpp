@@ -1,3 +1,4 @@
+// Runs and times the loops of peak.h, on all threads of a pool.
 #include "peak.h"
 
 #include <algorithm>
@@ -30,7 +31,7 @@ struct Entry {
 
 std::vector<Entry> all_loops() {
   const CpuFeatures& f = cpu_features();
-  (void)f;  // nothing to ask where one kind is all there is
+  (void)f;  // unused if there is only one kind of loops
   return {
 #if defined(__x86_64__)
       {&kPeakAmx, amx_unavailable_reason() == nullptr},
@@ -61,10 +62,11 @@ const PeakLoops& best_reader() {
   return kPeakScalar;
 }
 
-// Read by nobody, written so that the loops have a purpose.
+// Compilers would drop loops whose results go nowhere, so these are stored here; nobody reads them.
 std::atomic<float> result_of_the_loops{0.0f};
 
-// One call of share(worker, workers) on every thread of the pool; the seconds until all have returned.
+// Calls share(worker, workers) once on every thread of the pool, and returns the seconds until all have
+// returned.
 template <class Share>
 double run_once(const ThreadPool& pool, const Share& share) {
   struct Job {
@@ -87,8 +89,8 @@ double run_once(const ThreadPool& pool, const Share& share) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// `once` returns the seconds that it took. Many runs even where one takes long: on a busy machine most of
-// them wait for a processor.
+// `once` returns the seconds that it took. There are many runs even if one takes long, because on a busy
+// machine most of them wait for a processor.
 template <class Once>
 double best_seconds(double seconds, const Once& once) {
   constexpr int kRuns = 10;
@@ -101,8 +103,9 @@ double best_seconds(double seconds, const Once& once) {
   return best;
 }
 
-// How many iterations take this thread kRunSeconds: long enough that waking the others does not count, short
-// enough for many runs between interruptions. A run that was interrupted must not pass for a long one.
+// Returns how many iterations take this thread kRunSeconds: long enough that waking the others does not
+// count, short enough for many runs between interruptions. A run may look long because it was interrupted,
+// hence the tries.
 int64_t iterations_of_a_run(const PeakLoops& loops) {
   constexpr double kRunSeconds = 2e-3;
   constexpr int kTries = 3;
@@ -130,7 +133,7 @@ MemoryReader::MemoryReader(int64_t bytes) : count_(bytes / static_cast<int64_t>(
     throw std::invalid_argument("bytes must be at least 4, but it is " + std::to_string(bytes));
   }
   data_.reset(new float[static_cast<size_t>(count_)]);
-  // Written, since memory that never was is one page of zeros, which a cache holds.
+  // The memory is written, because pages never written are all one page of zeros, which a cache holds.
   std::fill_n(data_.get(), count_, 0.5f);
 }
 

@@ -1,5 +1,5 @@
-// How fast this processor can go at best, measured: what the times of the kernels are compared with. Nothing
-// here is on the way of a call.
+// Measures the peak speed of this processor, with which benchmarks compare the kernels. No attention call
+// runs any of this.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,22 @@
 
 namespace selfattn::cpu {
 
-// Loops that do nothing but what is measured, for one instruction set.
+// The loops of one instruction set, which do nothing but what is measured.
 struct PeakLoops {
   const char* isa;
   double operations;  // multiplications and additions of one iteration of multiply_add
-  // Independent chains of multiply-adds. Returns something of every result, so that none can be left out.
+  // Runs independent chains of multiply-adds. What it returns depends on every chain, so that compilers can
+  // leave none out.
   float (*multiply_add)(int64_t iterations);
   float (*sum)(const float* data, int64_t count);  // nullable
-  // Of `count` blocks of `floats` numbers each, a multiple of kBlockFloats. Nullable.
+  // Sums up `count` blocks of `floats` numbers each, a multiple of kBlockFloats. Nullable.
   float (*sum_blocks)(const float* const* blocks, int64_t count, int64_t floats);
 };
 
 constexpr int64_t kBlockFloats = 128;
 
-// GFLOP/s of multiply-adds on all threads of the pool at once, the best of the runs in `seconds`. `isa` is
+// Returns the GFLOP/s of multiply-adds on all threads of the pool at once, the best of the runs in `seconds`.
+// `isa` is
 // one of "avx512", "avx2", "scalar" (float32), "avx512_bf16", "amx" (bfloat16 into float32). Throws
 // std::invalid_argument for a name that is unknown or that this machine lacks.
 double multiply_add_gflops(const std::string& isa, double seconds, const ThreadPool& pool);
@@ -33,8 +35,8 @@ class MemoryReader {
  public:
   // Throws std::invalid_argument for less than four bytes.
   explicit MemoryReader(int64_t bytes);
-  // The seconds in which all threads of the pool together read all of it once, each its own part: in its
-  // order, or in blocks of that many bytes in random order. Throws std::invalid_argument for blocks that are
+  // Returns the seconds in which all threads of the pool together read all of it once, each its own part: in
+  // order, or in blocks of `block_bytes` in random order. Throws std::invalid_argument for blocks that are
   // not whole multiples of 512 bytes, or longer than the memory.
   double seconds(const ThreadPool& pool, int64_t block_bytes = 0) const;
   int64_t bytes() const { return count_ * static_cast<int64_t>(sizeof(float)); }
@@ -44,7 +46,7 @@ class MemoryReader {
   std::unique_ptr<float[]> data_;
 };
 
-// GB/s of such reading, the best of the runs in `seconds`.
+// Returns the GB/s of such reading, the best of the runs in `seconds`.
 double read_gbs(int64_t bytes, double seconds, const ThreadPool& pool);
 
 }  // namespace selfattn::cpu

@@ -1,4 +1,4 @@
-// The multiply-adds of peak.h for AMX: TDPBF16PS multiplies two tiles of 16 x 32 bfloat16 into 16 x 16
+// The multiply-adds of peak.h for AMX. TDPBF16PS multiplies two tiles of 16 x 32 bfloat16 into 16 x 16
 // floats.
 #if defined(__x86_64__)
 
@@ -9,7 +9,7 @@
 namespace selfattn::cpu {
 namespace {
 
-// Instructions as text for the reasons that pairs/engine_amx.h gives.
+// The instructions are text for the reasons that cpu/pairs/engine_amx.h gives.
 template <int kC, int kA, int kB>
 inline void tile_dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
@@ -19,8 +19,8 @@ inline void tile_load(const void* data) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(int64_t{64}), "i"(kTile) : "memory");
 }
 
-// A product starts every 16 cycles and ends 52 later: four sums keep the unit busy, and two by two of them
-// take two tiles of either operand, as in the kernels.
+// A product starts every 16 cycles and ends 52 later: four sums keep the unit busy. Two by two, they take two
+// tiles of either operand, as in the kernels.
 float multiply_add(int64_t iterations) {
   alignas(64) uint8_t configuration[64] = {1};  // palette
   for (int tile = 0; tile < 8; ++tile) {
@@ -29,7 +29,7 @@ float multiply_add(int64_t iterations) {
   }
   __asm__ volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
   alignas(64) uint16_t operand[16 * 32];
-  for (uint16_t& number : operand) number = 0x3f00;  // 0.5: with zeros a processor might run cooler
+  for (uint16_t& number : operand) number = 0x3f00;  // 0.5, because with zeros a processor might run cooler
   alignas(64) float sums[16 * 16] = {};
   tile_load<0>(sums);
   tile_load<1>(sums);

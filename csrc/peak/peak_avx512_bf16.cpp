@@ -1,4 +1,4 @@
-// The multiply-adds of peak.h for AVX512_BF16, which adds products of two pairs of bfloat16 to a float in
+// The multiply-adds of peak.h for AVX512_BF16. VDPBF16PS adds products of two pairs of bfloat16 to a float in
 // each lane.
 #if defined(__x86_64__)
 

@@ -1,4 +1,4 @@
-// The loops of peak.h, written once over the vectors of isa/ and included inside a target region.
+// The loops of peak.h, written once over the vectors of cpu/isa. A target region includes this file.
 #pragma once
 
 #include "peak.h"
@@ -10,14 +10,15 @@ namespace {
 using PeakVec = Simd<float>::Vec;
 constexpr int kPeakWidth = Simd<float>::kWidth;
 // Two multiply-adds start in every cycle and end four or five cycles later: ten chains keep the units busy,
-// and half of the registers hold more. Two dimensions, because compilers unroll up to sixteen.
+// and half of the registers hold more. The chains have two dimensions, because compilers unroll up to
+// sixteen.
 constexpr int kPeakRows = 3;
 constexpr int kPeakChains = kPeakWidth == 16 ? 8 : 4;
 constexpr int64_t kPrefetchBytes = 2048;
 
 float peak_multiply_add(int64_t iterations) {
   PeakVec sums[kPeakRows][kPeakChains];
-  // Different values: of equal chains a compiler may keep one.
+  // The chains start from different values, because compilers may keep only one of equal chains.
   SELFATTN_UNROLL
   for (int r = 0; r < kPeakRows; ++r) {
     SELFATTN_UNROLL
@@ -51,7 +52,7 @@ float peak_sum(const float* data, int64_t count) {
   for (int v = 0; v < kVecs; ++v) sums[v] = Simd<float>::set(0.0f);
   int64_t n = 0;
   for (; n + kBlock <= count; n += kBlock) {
-    // Beyond the end it is harmless: a prefetch never faults.
+    // A prefetch beyond the end is harmless, as it never faults.
     SELFATTN_UNROLL
     for (int64_t line = 0; line < kBlock; line += kLine) {
       __builtin_prefetch(reinterpret_cast<const char*>(data + n + line) + kPrefetchBytes);
@@ -71,7 +72,7 @@ float peak_sum(const float* data, int64_t count) {
   return total;
 }
 
-// What lies as far ahead as the kernels for few queries ask for it, in the order of the blocks.
+// Sums up blocks and prefetches as far ahead as the kernels for few queries do, in the order of the blocks.
 float peak_sum_blocks(const float* const* blocks, int64_t count, int64_t floats) {
   constexpr int64_t kAhead = 8192 / sizeof(float), kLine = 64 / sizeof(float);
   constexpr int kVecs = static_cast<int>(kBlockFloats) / kPeakWidth;

@@ -1,10 +1,11 @@
-"""Attention with functions that users write: torch's flex_attention on the fused kernels, with gradients.
+"""flex_attention: attention with functions that users write, on the fused kernels, with gradients.
 
 Note [Three ways]
     A function that is made of operations on single numbers is recorded (:mod:`.tracing`), written as C++
-    (:mod:`.source`), compiled (:mod:`.compiler`) and called by the kernels for tiles of scores. Where nothing
-    can be compiled, and for other functions, torch computes the same in rows of tiles (:mod:`.formula`).
-    Second derivatives, forward mode and torch.func go through the formula with its (L, S) matrices.
+    (:mod:`.source`), compiled (:mod:`.compiler`) and called by the kernels for tiles of scores. If nothing
+    can be compiled, and for other functions, torch computes the same, some queries at a time
+    (:mod:`.formula`). Second derivatives, forward mode and torch.func go through the formula with its (L, S)
+    matrices.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def flex_attention(
         return_aux: a :class:`torch.nn.attention.flex_attention.AuxRequest`: also return an AuxOutput with the
             log-sum-exp and the largest score of each query (B, H, L), in float32 (float64).
         attn_mask, dropout_p, is_causal, window_size, softcap, alibi_slopes, sinks, query_offset,
-            return_weights: as there. softcap and ALiBi come before score_mod, masks behind it.
+            return_weights: as :func:`selfattn_ext.scaled_dot_product_attention` takes them. softcap and ALiBi
+            come before score_mod, masks after it.
 
     Returns:
         out (B, H, L, Ev) in the query's dtype, or a tuple with what else was asked for: (out, weights, lse),
@@ -100,12 +102,12 @@ def flex_attention(
             function that decides by a value.
         RuntimeError: in the backward, torch has no derivative of what a function does; or it is
             differentiated twice and uses a torch.autograd.Function or hooks.
-        IndexError: a function reads beside a captured tensor, for a score that it does not hide. On CUDA such
-            a score is NaN instead.
+        IndexError: a function reads outside a captured tensor, for a score that it does not hide. On CUDA
+            such a score is NaN instead.
 
-    A function is compiled when it is first met, in a second or two, and kept on disk for other processes
-    (SELFATTN_FUNCTION_CACHE names the folder). Constants in it are no reason to compile again. Where there is
-    no compiler, or a function is more than operations on single numbers, torch computes the same in parts: a
+    A function is compiled when it is first called, in a second or two, and kept on disk for other processes
+    (SELFATTN_FUNCTION_CACHE names the folder). Constants in it are no reason to compile again. If there is no
+    compiler, or a function is more than operations on single numbers, torch computes the same in parts: a
     warning says so. Second derivatives go through the formula with its (L, S) matrices.
 
     The language is that of Dong et al. (2024), "Flex Attention: A Programming Model for Generating Optimized
@@ -176,7 +178,7 @@ def with_functions(prepared: Prepared, options: AttentionOptions, functions: Fun
 
 
 def _all_results(prepared: Prepared, options: AttentionOptions, functions: Functions) -> tuple[Any, ...]:
-    """out, and what there is of weights, lse and row_max."""
+    """out, and weights, lse and row_max as far as they are computed."""
     split_blocks.refuse("flex_attention")
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
@@ -198,7 +200,7 @@ def _outside_of_graphs(
     dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
     in_python = PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        is_exporting_vmap()  # which raises for derivatives
+        is_exporting_vmap()  # raises for derivatives
         return (*formula.at_once(in_python), None)
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -215,7 +217,7 @@ def _outside_of_graphs(
 
 
 def _largest_scores(call: AttentionCall, functions: Functions) -> Tensor:
-    """(B, H, L), the largest score of each query. 16-bit kernels need not know it: those of float32 do."""
+    """(B, H, L), the largest score of each query. 16-bit kernels may not know it, so float32 computes it."""
     dtype = accumulation_dtype(call.query.dtype)
     query, key, value = (tensor.detach().to(dtype) for tensor in (call.query, call.key, call.value[..., :0]))
     options = call.options._replace(dropout_p=0.0, sinks=None, return_weights=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["block_map", "check_size", "visible_blocks"]
 
-#: Of a block of scores: nobody sees anybody; the mask function says who sees whom; everybody sees everybody.
+#: The marks of a block of scores: no query sees a key; the mask function decides; every query sees every key.
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 
 
@@ -19,7 +19,7 @@ def block_map(block_mask: Any) -> Tensor:
     """
     result = _marked(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
     if block_mask.full_kv_num_blocks is not None:
-        # Where a block is in both lists, it is full.
+        # A block that is in both lists is full.
         result = torch.maximum(
             result, _marked(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
         )
@@ -29,13 +29,13 @@ def block_map(block_mask: Any) -> Tensor:
 def _marked(counts: Tensor, indices: Tensor, mark: int) -> Tensor:
     blocks = indices.size(-1)
     listed = torch.arange(blocks, device=indices.device) < counts.unsqueeze(-1)
-    # What is not listed goes into a column that is cut off.
+    # Entries that are not listed go into a column that is cut off.
     places = torch.where(listed, indices, blocks).long()
-    beside = listed & ((indices < 0) | (indices >= blocks))
+    outside = listed & ((indices < 0) | (indices >= blocks))
     if indices.device.type == "cuda":
-        places = torch.where(beside, blocks, places)  # without waiting for the GPU to raise an error
-    elif bool(beside.any()):
-        raise ValueError(f"block_mask lists key blocks beside its {blocks}")
+        places = torch.where(outside, blocks, places)  # without waiting for the GPU to raise an error
+    elif bool(outside.any()):
+        raise ValueError(f"block_mask lists key blocks outside its {blocks}")
     marks = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.uint8, device=indices.device)
     return marks.scatter_(-1, places, mark)[..., :blocks].contiguous()
 
@@ -48,7 +48,7 @@ def check_size(block_mask: Any, query: Tensor, key: Tensor) -> None:
     if tuple(block_mask.shape[-2:]) != (query.size(-2), key.size(-2)):
         wide = (1 << 30, 1 << 30)
         if tuple(block_mask.BLOCK_SIZE) == wide:
-            return  # torch's for calls without one
+            return  # the mask that torch makes for calls without one
         raise ValueError(
             f"block_mask was created for (Q_LEN, KV_LEN) = {tuple(block_mask.shape[-2:])}, but query has "
             f"{query.size(-2)} rows and key has {key.size(-2)}: create it for these lengths, or crop it "
@@ -60,7 +60,7 @@ def check_size(block_mask: Any, query: Tensor, key: Tensor) -> None:
             f"has the shape {tuple(block_mask.kv_num_blocks.shape)}: slice with 0:1 instead of 0"
         )
     batch, heads, blocks = block_mask.kv_num_blocks.shape
-    # Slicing leaves shape as it was, and torch's compiled kernels refuse such a mask, too.
+    # Slicing does not change the mask's shape. torch's compiled kernels refuse such a mask, too.
     if blocks * block_mask.BLOCK_SIZE[0] < query.size(-2):
         raise ValueError(
             f"block_mask has {blocks} blocks of {block_mask.BLOCK_SIZE[0]} queries, as it was sliced, but "

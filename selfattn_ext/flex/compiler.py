@@ -1,8 +1,8 @@
-"""Compiles functions of scores, once for all processes: libraries are kept in the folder of
-:mod:`.function_cache`, named by what made them.
+"""Compiles functions of scores for the CPU, once for all processes.
 
-Processes that compile the same function at once do not wait for each other. Beside the libraries lies what
-the compiler says of itself, so that they are found where there is no compiler.
+Libraries are kept in the folder of :mod:`.function_cache`, under a digest of all that they depend on.
+Processes that compile the same function at once do not wait for each other. The compiler's version is kept
+beside the libraries, so that they are found without a compiler.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from . import function_cache
 
 __all__ = ["KEY_LENGTH", "CompilerError", "load"]
 
-#: What the compiler says of itself that was the last to make a library of the folder.
+#: The file with the version of the compiler that was the last to make a library of the folder.
 _COMPILER = "compiler.txt"
 _HEADERS = ("core/score_function.h", "core/score_function_math.h")
-#: As many characters as the operators' names of functions have at most.
+#: The most characters that the operators' names of functions have.
 KEY_LENGTH = 31
 
 _loaded: set[str] = set()
 
 
 class CompilerError(Exception):
-    """There is no compiler, or it refused; the message says what it said."""
+    """There is no compiler, or it refused; the message has its output."""
 
 
 def load(source: str) -> str:
-    """The name by which the operators know the functions of a source, which is compiled if nobody has.
+    """The name by which the operators know the functions of a source, which is compiled if it was not yet.
 
     Raises:
         CompilerError: it cannot be compiled here.
@@ -41,7 +41,7 @@ def load(source: str) -> str:
     key = _key(source)
     if key not in _loaded:
         file = function_cache.find(f"{key}.so")
-        # A library of another machine may need what is not here, and the folder may be gone by now.
+        # A library of another machine may need what this one lacks, and the folder may be gone by now.
         if file is None or _refusal(key, file):
             _load_new(key, source)
         _loaded.add(key)
@@ -77,14 +77,14 @@ def _key(source: str) -> str:
 
 @functools.cache
 def _surroundings() -> str:
-    """What beside the source decides what a library is: headers, compiler and flags."""
+    """All that a library depends on besides its source: headers, compiler and flags."""
     headers = [(sources.root() / name).read_text(encoding="utf-8") for name in _HEADERS]
     return "\n".join([*headers, shlex.join(_flags()), _compiler_version()])
 
 
 @functools.cache
 def _compiler_version() -> str:
-    """Of the compiler; where there is none, of the last that compiled for the folder."""
+    """The version of the compiler; if there is none, of the last one that compiled for the folder."""
     try:
         return _asked_version()
     except CompilerError:
@@ -102,7 +102,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """A finished command of the compiler.
 
     Raises:
-        CompilerError: it failed, with what it said.
+        CompilerError: it failed; the message has its output.
     """
     try:
         # Compilers speak in the language and the encoding of their user.
@@ -123,8 +123,8 @@ def _compiler() -> list[str]:
 
 @functools.cache
 def _flags() -> list[str]:
-    """Scores must not depend on where in a vector they are, so products and sums stay apart; nobody looks at
-    errno or traps.
+    """The flags of the compiler. Products and sums stay apart, because scores must not depend on their place
+    in a vector; errno and traps are not looked at.
     """
     flags = ["-std=c++17", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"]
     flags += ["-fno-math-errno", "-fno-trapping-math"]
@@ -144,7 +144,7 @@ def _flags() -> list[str]:
 
 def _compiled(source: str) -> bytes:
     try:
-        # Not where libraries are kept, as anybody may delete that folder meanwhile.
+        # A folder of its own, as anybody may delete the one where libraries are kept.
         with tempfile.TemporaryDirectory(prefix="selfattn_ext_") as folder:
             text, made = Path(folder, "function.cpp"), Path(folder, "function.so")
             text.write_text(source, encoding="utf-8")

@@ -1,5 +1,7 @@
-"""Compiles CUDA's kernels with a function of scores inside, each when it is first launched, and once for
-all processes: code is kept in the folder of :mod:`.function_cache`, named by what made it.
+"""Compiles CUDA's kernels with a function of scores inside, each when it is first launched.
+
+That happens once for all processes: code is kept in the folder of :mod:`.function_cache`, under a digest of
+all that it depends on.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _KERNELS = (
     *(f"sm80/backward/sm80_{name}" for name in ("gradients", "mask_gradient")),
 )
 
-#: Products and sums stay apart, so that a score has the same bits in all kernels; what is to be one
-#: instruction is written as one. All functions are the device's.
+#: Products and sums stay apart (no fused multiply-add, unless it is written as one), so that a score has the
+#: same bits in all kernels. All functions are the device's.
 _OPTIONS = (
     "--std=c++17",
     "--fmad=false",
@@ -70,7 +72,7 @@ def _key(headers: Headers) -> str:
 
 @functools.cache
 def _surroundings() -> bytes:
-    """What beside a function decides what its code is."""
+    """A digest of all that the code of a function depends on besides the function."""
     try:
         parts = [nvrtc.version(), *_OPTIONS, _TEXT, *_standard_headers().values()]
     except nvrtc.NvrtcError as error:
@@ -81,7 +83,7 @@ def _surroundings() -> bytes:
 
 
 def _code_of(headers: Headers, key: str, kernel: str, capability: int) -> list[bytes]:
-    """What C++ asks for when a kernel is first launched: its code, best first."""
+    """The code of a kernel, best first, which C++ asks for when the kernel is first launched."""
     of_kernel = hashlib.sha256(f"{kernel} {capability}".encode()).hexdigest()[: compiler.KEY_LENGTH]
     names = [f"{key}-{of_kernel}.{kind}" for kind in ("cubin", "ptx")]
     code = [kept for kept in map(function_cache.read, names) if kept is not None]
@@ -106,7 +108,7 @@ _TEXT = "\n".join(
 
 @functools.cache
 def _standard_headers() -> dict[str, str]:
-    """Of the standard library, which NVRTC does not have, what the kernels and functions use of it."""
+    """The parts of the standard library that kernels and functions use, as NVRTC has none."""
     others = ("exp", "tanh", "fabs", "floor", "ceil", "trunc", "nearbyint")
     of_one = (*sorted(STANDARD - {"atan2", "hypot", "copysign"}), *others)
     of_two = ("atan2", "hypot", "copysign", "fmod", "pow")

@@ -1,5 +1,6 @@
-"""From recorded operations to the two headers that CUDA's kernels are compiled with: Note [Functions in
-kernels] in csrc/cuda/function/function_tile.cuh.
+"""Writes recorded operations as the two headers that CUDA's kernels are compiled with.
+
+See Note [Functions in kernels] in csrc/cuda/function/function_tile.cuh.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from .statements import Body, Function, contiguous_strides
 
 __all__ = ["Headers", "headers_of", "most_dims"]
 
-#: Of a kernel's parameters, which have 4,096 bytes on older devices and the call's own numbers before these.
+#: The bytes that arguments of functions may take of a kernel's parameters. These have 4,096 bytes on older
+#: devices, and the call's own numbers come first.
 _MOST_BYTES = 2048
 
 
 class Headers(NamedTuple):
-    """The texts of the two headers: what the function reads, and the function."""
+    """The texts of the two headers: the arguments of the function, and the function."""
 
     arguments: str
     function: str
 
 
 def most_dims(function: Function) -> int:
-    """Of any captured tensor, at least 1."""
+    """The most dimensions of a captured tensor, at least 1."""
     return max([1, *(tensor.dim() for tensor in function.tensors)])
 
 
@@ -62,8 +64,8 @@ _GIVEN = "(inputs, batch, head, query, key, score)"
 
 
 def _scores(function: Function, name: str, mask: Node | None) -> str:
-    """A function from a score to what becomes of it. What it reads beside a tensor makes a score that
-    nobody hides NaN: a kernel cannot raise an error.
+    """The C++ function from a score to the score to be used. A score that reads outside a tensor becomes NaN
+    unless it is hidden, because a kernel cannot raise an error.
     """
     body, kind = Body(function, by_levels=False), C_TYPES[function.dtype]
     result = cast(body.use(function.score, 0), function.score.dtype, function.dtype)
@@ -73,9 +75,9 @@ def _scores(function: Function, name: str, mask: Node | None) -> str:
             f"const bool visible = {cast(body.use(mask, 0), mask.dtype, torch.bool)};",
             f"const {kind} result = visible ? {result} : hidden;",
         ]
-    if body.beside[0]:
+    if body.outside[0]:
         nan = f"std::numeric_limits<{kind}>::quiet_NaN()"
-        lines.append(f"return ({' | '.join(body.beside[0])}) && result != hidden ? {nan} : result;")
+        lines.append(f"return ({' | '.join(body.outside[0])}) && result != hidden ? {nan} : result;")
     else:
         lines.append("return result;")
     head = f"inline {kind} {name}(const FunctionArguments* inputs, {_PLACE}, {kind} score) {{"
@@ -89,12 +91,12 @@ def _gradient(function: Function, grad_score: Node) -> str:
 
 
 def _captured_part(function: Function, number: int, tensor: int, load: Load, gradient: Node) -> str:
-    """A case: the place of an element in its tensor, and its gradient."""
+    """A case of the switch: the place of an element in its tensor, and its gradient."""
     body = Body(function, by_levels=False)
     value = cast(body.use(gradient, 0), gradient.dtype, function.dtype)
     place = body.offset(load, contiguous_strides(function, tensor), 0)
-    beside = f"{' | '.join(body.beside[0])} ? -1 : " if body.beside[0] else ""
-    lines = [*body.beginning(tensor), f"return {{{tensor}, {beside}{place}, {value}}};"]
+    outside = f"{' | '.join(body.outside[0])} ? -1 : " if body.outside[0] else ""
+    lines = [*body.beginning(tensor), f"return {{{tensor}, {outside}{place}, {value}}};"]
     return "\n".join([f"case {number}: {{", *lines, "}"])
 
 

@@ -1,4 +1,4 @@
-"""Operations of torch as simpler ones: torch's table, and what it lacks or has otherwise than its kernels."""
+"""Operations of torch as simpler ones, by torch's table and by own rules where it lacks or errs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def softshrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
     return torch.where((x >= -lambd) & (x <= lambd), 0, grad)
 
 
-# NaN is neither inside nor outside: torch's decompositions of these two take it for one of them.
+# NaN is neither inside nor outside, but torch's decompositions of these two take it for one of them.
 
 
 def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
@@ -46,6 +46,6 @@ def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
 
 
 def smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
-    difference = x - target  # which is its own mean
+    difference = x - target  # the mean of a single number is that number
     inside = (difference / beta if beta else difference) * grad
     return torch.where(difference.abs() >= beta, difference.sign() * grad, inside)

@@ -1,4 +1,4 @@
-"""What a call with functions of scores consists of: the functions as users give them, or as recorded."""
+"""A call with functions of scores: the functions as users give them, and as they are recorded."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .tracing import Traced
 
 __all__ = ["Call", "Functions", "MaskMod", "PythonCall", "ScoreMod", "check_functions"]
 
-#: Of a score and of the numbers of batch element, head, query and key.
+#: Functions of a score, and of the numbers of batch element, head, query and key.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Functions(NamedTuple):
-    """What a call has beside the options."""
+    """The functions of a call, as users give them."""
 
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
-    #: A BlockMask, whose function mask_mod is.
+    #: A BlockMask, whose function is then mask_mod.
     block_mask: Any = None
 
 
 class Call(NamedTuple):
-    """A call beside its tensors, with functions that have been recorded."""
+    """A call without its tensors, with functions that have been recorded."""
 
     scale: float
     keywords: Keywords
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 class PythonCall(NamedTuple):
-    """A call whose functions are Python's as they were given."""
+    """A call whose functions are those of Python that were given."""
 
     tensors: Tensors
     scale: float
@@ -51,7 +51,7 @@ class PythonCall(NamedTuple):
 
 
 def check_functions(query: Tensor, score_mod: Any, mask_mod: Any = None) -> None:
-    """Raises ValueError or TypeError unless these are functions, or None, and are computed there."""
+    """Raises ValueError or TypeError unless these are functions or None, and the query's device has them."""
     if hasattr(mask_mod, "kv_num_blocks"):
         raise TypeError(
             "mask_mod must be a function, but it is a BlockMask, whose blocks are those of one pair of "

@@ -1,5 +1,7 @@
-"""Attention with functions of scores in torch's own operations: the judge of the kernels, all of whose
-derivatives exist, and the way where a function cannot be compiled.
+"""Attention with functions of scores by the formula, in torch's own operations.
+
+It is the judge of the kernels, it has derivatives of every order, and it computes functions that cannot be
+compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["at_once", "gradients", "in_rows"]
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
 
-#: Where scores stand: the indices that functions are called with, each along a dimension of its own.
+#: The places of scores: the indices that functions are called with, each along a dimension of its own.
 Places = dict[str, Tensor]
 
 
@@ -48,7 +50,7 @@ def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> Atte
         tensor = captured[position[id(load.tensor)]]
         at = []
         for index, size in zip(load.args, tensor.shape, strict=True):
-            # As in the kernels: what a hidden score reads is nobody's business.
+            # As in the kernels, a hidden score may read outside the tensor.
             at.append(_replayed(index, values).long().clamp(-size, size - 1))
         return torch.ops.aten.index(tensor, at) if at else tensor.view(1, 1, 1, 1)
 
@@ -88,7 +90,7 @@ def gradients(
             "second derivatives are not available for a function of scores that uses "
             f"{call.traced.cannot_repeat}"
         )
-    # Aliases: an input may have been made of another one, which is none of this function's business.
+    # Aliases cut inputs off from each other: one may have been made of another outside of this function.
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
         size = len(Tensors._fields)
@@ -113,9 +115,10 @@ def at_once(call: PythonCall) -> AttentionResult:
 
 
 def in_rows(call: PythonCall) -> AttentionResult:
-    """The same, some queries at a time; gradients compute them again.
+    """A call by the formula, some queries at a time; gradients compute them again.
 
-    With dropout, whose pattern counts queries, all at once, and one packed sequence after the other.
+    With dropout, whose pattern counts queries, all are computed at once; packed sequences, one after the
+    other.
     """
     parts = _parts(call.tensors, call.keywords)
     if len(parts) == 1:
@@ -140,7 +143,7 @@ def _rows(call: PythonCall, first: int, count: int) -> AttentionResult:
 
 
 def _of_rows(tensors: Tensors, keywords: Keywords, first: int, count: int) -> tuple[Tensors, Keywords]:
-    """What a call of these queries alone is given."""
+    """The tensors and keywords of a call with these queries alone."""
     if first == 0 and count == tensors.query.size(2):
         return tensors, keywords
     mask = tensors.mask
@@ -156,7 +159,7 @@ def _python(call: PythonCall) -> _OfAllScores:
     def modified(scores: Tensor, places: Places) -> Tensor:
         assert score_mod is not None
         if scores.numel() == 0:
-            return scores  # of which vmap makes no function
+            return scores  # vmap takes no empty dimension
         with Indexing():
             changed = _mapped(score_mod, True)(scores, *(index.flatten() for index in places.values()))
         if changed.shape != scores.shape:
@@ -180,7 +183,7 @@ def _python(call: PythonCall) -> _OfAllScores:
 def _attention(
     tensors: Tensors, call: Call | PythonCall, functions: _OfAllScores, first: int = 0
 ) -> AttentionResult:
-    """Of a batch, whose query 0 is number ``first``, or of packed sequences one after the other."""
+    """Attention of a batch, whose query 0 is number ``first``, or of packed sequences one after the other."""
     query, key = tensors.query, tensors.key
     batch, heads, length = query.shape[:3]
 

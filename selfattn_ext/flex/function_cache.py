@@ -1,8 +1,8 @@
 """The folder in which compiled functions of scores are kept for all processes.
 
-It is SELFATTN_FUNCTION_CACHE, else selfattn_ext in XDG_CACHE_HOME or ~/.cache; where it cannot be written, a
-temporary one serves this process. It may be deleted at any time, and files may be damaged by whatever damages
-files: each ends in a digest of its name and content, and what does not fit its digest counts as missing.
+It is SELFATTN_FUNCTION_CACHE, else selfattn_ext in XDG_CACHE_HOME or ~/.cache; if it cannot be written, a
+temporary one serves this process. It may be deleted and its files may be damaged at any time: each ends in a
+digest of its name and content, and a file that does not fit its digest counts as missing.
 Loaders of libraries and GPUs ignore what follows the code, so that a file and its digest are one file, which
 gets its name when it is complete.
 """
@@ -33,7 +33,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, content: bytes) -> Path:
-    """Keep a content under a name; processes that write or read the same name at once do no harm.
+    """Keeps a content under a name; processes that write or read the same name at once do no harm.
 
     Raises:
         OSError: neither the folder nor a temporary one can be written.
@@ -66,7 +66,7 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 def _folder() -> Path:
-    """Made again whenever it is needed, as anybody may delete it."""
+    """The folder, which is made again whenever it is needed, as anybody may delete it."""
     wanted = _wanted()
     if wanted is not None:
         try:
@@ -83,13 +83,13 @@ def _wanted() -> Path | None:
     if chosen:
         return _absolute(chosen)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # Its specification has relative ones ignored.
+    # The specification of XDG_CACHE_HOME has relative paths ignored.
     return _absolute(os.path.join(base if os.path.isabs(base) else "~/.cache", "selfattn_ext"))
 
 
 @functools.cache
 def _absolute(folder: str) -> Path | None:
-    """The same folder from the first use on, wherever the process goes; None where no home is known."""
+    """The same folder from the first use on, wherever the process goes; None if no home is known."""
     try:
         return Path(folder).expanduser().absolute()
     except (OSError, RuntimeError):

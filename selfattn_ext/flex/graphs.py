@@ -2,11 +2,11 @@
 
 Note [Functions in graphs]
     Dynamo writes a call of flex_attention as one step with a graph of each function, and lists the
-    tensors that the functions capture. It does so for operators that it knows by name, and knows one
-    more: ours. Unlike torch's, our operator is no node of what comes after Dynamo: called with numbers or
-    with what stands for them, it records the functions and calls the operators of the compiled library,
+    tensors that the functions capture. It does so for operators that it knows by name, and this package
+    makes its own known. Different from torch's, it is no node of the graphs after Dynamo: called with
+    numbers or stand-ins for them, it records the functions and calls the operators of the compiled library,
     which autograd, AOTAutograd and inductor know how to take. So a compiled training step holds the
-    forward kernel, the backward kernel and nothing that knows Python.
+    forward kernel and the backward kernel, and nothing of Python.
 
     Inside a graph of a function, operations on captured tensors alone are computed for the whole tensors,
     once, where the compiler sees them and has their gradients. The rest is recorded, with tensors of the
@@ -58,7 +58,7 @@ __all__ = ["CacheOperator", "outside_of_graphs", "traced_results"]
 _NAME = "selfattn_flex_attention"
 _OF_SCORE = 5  # inputs of score_mod: the score and its indices
 _OF_MASK = 4
-#: Keywords that torch's operator may do without.
+#: Keywords that torch's operator may ignore.
 _OF_PROCESS = {"float32_precision", "kernel_name", "batch_invariant"}
 _NOT_IN_GRAPHS = (
     "a function that is not compiled must stay out of the graphs of torch.compile and torch.export where "
@@ -89,7 +89,7 @@ def traced_results(
     call = tensors, scale, keywords, wants, functions, on_cache
     if torch.compiler.is_dynamo_compiling():
         return _results(*call)
-    # torch.export without Dynamo, which torch's own flex_attention then calls in this way.
+    # torch.export runs without Dynamo here; torch's own flex_attention calls it in this way, too.
     from torch._higher_order_ops.utils import _maybe_compile_and_run_fn
 
     results: tuple[Tensor, Tensor, Tensor, Tensor] = _maybe_compile_and_run_fn(_results, *call)
@@ -141,7 +141,9 @@ def _everything(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> T
 
 
 def _put_in_graphs() -> str:
-    """Makes the operator known to Dynamo. Returns what decides, beside a graph, how it is compiled."""
+    """Makes the operator known to Dynamo. Returns a digest of all that compiled results depend on besides a
+    graph.
+    """
     from torch._dynamo.variables import higher_order_ops as known
 
     known._hop_name_to_variable_class.setdefault(_NAME, known.FlexAttentionHigherOrderVariable)
@@ -157,7 +159,7 @@ _put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Attention(torch._ops.HigherOrderOperator):
-    """One step of Dynamo's graph; see Note [Functions in graphs]."""
+    """The operator that is a step of Dynamo's graph: see Note [Functions in graphs]."""
 
     def __init__(self) -> None:
         super().__init__(_NAME, cacheable=True)
@@ -184,17 +186,17 @@ class _Attention(torch._ops.HigherOrderOperator):
         return tuple(query.new_empty(0) if result is None else result for result in results)
 
 
-_operator: Any = _Attention()  # as Dynamo lets it be called, with functions
+_operator: Any = _Attention()  # Any, as Dynamo lets it be called with functions
 
 
 class _Function:
-    """The graph of a function, parted in what it computes of captured tensors alone and the rest."""
+    """The graph of a function, split into steps on captured tensors alone and the rest."""
 
     def __init__(self, module: GraphModule, captured: Sequence[Any], inputs: int):
         self.module = module
         self.captured = tuple(captured)
         self._placeholders = module.graph.find_nodes(op="placeholder")
-        #: What is known before there is a score.
+        #: The results that are known before there is a score.
         self._known: dict[Node, Any] = {}
         for node, given in zip(self._placeholders[inputs:], captured, strict=True):
             self._known[node] = _as_tensor(given)
@@ -207,7 +209,7 @@ class _Function:
         self._used = {node for node in self._known if any(user not in self._known for user in node.users)}
 
     def of(self, replace: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-        """The function of a score, or of indices, with others in the place of the tensors that it reads."""
+        """The function of a score, or of indices, with other tensors in place of those that it reads."""
         known = {node: pytree.tree_map_only(Tensor, replace, self._known[node]) for node in self._used}
 
         def function(*inputs: Tensor) -> Tensor:
@@ -299,7 +301,7 @@ def _attention(
     block_size: Sequence[int] | None = None,
     score_function: str,
     captured: Sequence[Tensor] = (),
-    captured_numbers: Sequence[float] = (),  # which the text has, too
+    captured_numbers: Sequence[float] = (),  # the text has them, too
     **keywords: Any,
 ) -> list[Tensor]:
     traced, loaded = written.read(score_function, block_map is not None)
@@ -321,7 +323,7 @@ _attention_operator = composed(
 
 
 def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Blocks) -> tuple[Any, ...]:
-    """The same by torch's operator, which takes any function; inductor refuses its gradients on the CPU."""
+    """The call by torch's operator, which takes any function; inductor refuses its gradients on the CPU."""
     from torch.nn.attention import flex_attention as torchs
 
     query, key, value = tensors[:3]
@@ -335,14 +337,14 @@ def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Bloc
         torchs._apply_kernel_options(query, key, value, False, None), functions.score.captured,
         functions.mask.captured,
     )  # fmt: skip
-    # It counts in powers of two.
+    # torch's operator counts in powers of two.
     return out, None, lse * math.log(2.0), largest * math.log(2.0)
 
 
 def _recorded(
     tensors: Tensors, functions: _Functions, sizes: Sequence[int | torch.SymInt], on_cache: bool
 ) -> tuple[Traced, list[Tensor]]:
-    """What the functions compute, and the captured tensors in the operators' order."""
+    """The recorded functions, and the captured tensors in the operators' order."""
     of_stand_in: dict[int, Tensor] = {}
     # An exported program may be trained later, whatever requires a gradient now.
     exporting = torch.compiler.is_exporting() and not on_cache
@@ -364,7 +366,7 @@ def _recorded(
 
 @contextlib.contextmanager
 def _no_modes() -> Iterator[None]:
-    """What runs here is no part of what a compiler traces."""
+    """A block whose operations a compiler does not trace."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         for _ in range(torch._C._len_torch_function_stack()):
@@ -373,7 +375,7 @@ def _no_modes() -> Iterator[None]:
 
 
 class _Unread(TorchDispatchMode):
-    """Nothing is computed of stand-ins, in the middle of one of torch's functions, say."""
+    """Refuses to compute with stand-ins, in the middle of one of torch's functions, for example."""
 
     def __init__(self, stand_ins: Container[int]) -> None:
         super().__init__()
@@ -386,14 +388,14 @@ class _Unread(TorchDispatchMode):
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A tensor of the same form, whose numbers nobody reads; those without dimensions may be divided by."""
+    """A tensor of the same form, whose numbers are not read; one without dimensions may be divided by."""
     sizes, strides = ([_hint(number) for number in each] for each in (tensor.shape, tensor.stride()))
     made = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
     return made if sizes else made.fill_(1)
 
 
 def _hint(number: int | torch.SymInt) -> int:
-    """A number that a symbol may stand for; functions are compiled for any."""
+    """A number that a symbol may stand for; functions are compiled for any number."""
     if isinstance(number, int):
         return number
     return int(number.node.hint) if number.node.has_hint() else 2
@@ -403,7 +405,7 @@ def _block_map_of_lists(*lists: Any) -> Tensor:
     return block_masks.block_map(_Lists(*lists))
 
 
-# An operator, for it looks at numbers.
+# It is an operator because it looks at numbers.
 _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 _library.define(
     "block_map(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices) -> Tensor"
@@ -422,7 +424,7 @@ _Python = TypeVar("_Python", bound=Callable[..., Any])
 
 
 def outside_of_graphs(function: _Python) -> _Python:
-    """What :func:`torch.compiler.disable` makes of a function, without loading the compiler, which takes
+    """Does to a function what :func:`torch.compiler.disable` does, without loading the compiler, which takes
     seconds.
     """
     disabled: Callable[..., Any] | None = None

@@ -1,4 +1,4 @@
-"""What happens to calls of torch in a function of scores before autograd sees them."""
+"""Modes that change the calls of torch in a function of scores before autograd sees them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
 class Indexing(TorchFunctionMode):
-    """``tensor[index, ...]`` by the operation for tensors of indices: Python's would ask for the index's
-    value.
+    """Computes ``tensor[index, ...]`` by the operation for tensors of indices: Python's own would ask for the
+    index's value.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +42,7 @@ class Indexing(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def stands_for_a_part(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what an index has made of another one."""
+        """Whether ``tensor`` is a part that an index has taken of another one."""
         return False
 
     def element(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
@@ -51,8 +51,8 @@ class Indexing(TorchFunctionMode):
 
 
 def _indices(tensor: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, list[Tensor | None]] | None:
-    """A tensor and an index or None for each of its dimensions, if ``given`` are integers, tensors of them,
-    and what leaves a dimension as it is or adds one.
+    """A tensor, and an index or None for each of its dimensions. ``given`` may be integers, tensors of them,
+    and items that leave a dimension as it is or add one; the result is None for others.
     """
     if not all(_is_index(each) or _is_basic(each) or type(each) is int for each in given):
         return None
@@ -79,8 +79,8 @@ def _is_basic(given: Any) -> bool:
 
 
 class Recording(Indexing):
-    """Above a recorder: gives what a function learns tensors of its own that require gradients, see Note
-    [Recorded under autograd], and keeps values that stand for nothing from leaving torch.
+    """The mode above a recorder. It replaces learned elements by tensors of their own that require gradients
+    (Note [Recorded under autograd]), and refuses calls that would read numbers which stand for nothing.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -120,7 +120,7 @@ class Recording(Indexing):
         )
 
     def _with_learned(self, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> tuple[Any, Any]:
-        """The arguments of a call, with an element of its own for what is learned and has no dimensions."""
+        """The arguments of a call, with an element of its own for each learned tensor without dimensions."""
         with torch._C.DisableTorchFunction():
             learned = [each for each in given if each.requires_grad and not each.dim()]
             learned = [each for each in learned if self.recorder.known(each) is None]
@@ -133,7 +133,7 @@ class Recording(Indexing):
             return _replaced(args, own), _replaced(kwargs, own)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """What stands for a learned number that has no index."""
+        """The element that stands for a learned number without an index."""
         found = self._of.get(id(tensor))
         if found is None:
             load = self.recorder.load(tensor.resolve_neg(), ())
@@ -149,11 +149,11 @@ class Recording(Indexing):
         return bool(tensor.dim()) and self.recorder.known(tensor) is not None
 
     def element(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """An element whose gradient is wanted requires one, and what it is read from does not."""
+        """An element that requires a gradient if one is wanted; the tensor that it is read from does not."""
         if all(self.recorder.known(each) is None for each in (tensor, *indices) if each is not None):
             return super().element(tensor, indices)
         if tensor.is_neg():
-            tensor = tensor.resolve_neg()  # else the dispatcher does so below autograd
+            tensor = tensor.resolve_neg()  # otherwise the dispatcher does so below autograd
         wanted = torch.is_grad_enabled() and tensor.requires_grad
         with torch.no_grad():
             result = super().element(tensor, indices)
@@ -162,7 +162,7 @@ class Recording(Indexing):
         load = self.recorder.known(result)
         if not isinstance(load, Load):
             raise UnsupportedFunctionError("it reads what it learns inside of a transform of torch.func")
-        # The function may change it in place.
+        # A clone, because the function may change it in place.
         return result.requires_grad_() if result.dim() else self._leaf(load).clone()
 
 

@@ -1,4 +1,4 @@
-"""Calls with recorded functions of scores: compiled, by the kernels, and with gradients."""
+"""Calls of the kernels with functions of scores that have been recorded, with gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MASK = Tensors._fields.index("mask")
 def all_results(
     tensors: Tensors, call: Call, captured: Sequence[Tensor]
 ) -> tuple[Tensor, OptionalTensor, OptionalTensor, Tensor]:
-    """out, what there is of weights and lse, and row_max.
+    """out, weights and lse as far as they are wanted, and row_max.
 
     ``captured`` are the tensors that ``call.traced`` has, or others in their place.
     """
@@ -42,7 +42,7 @@ def all_results(
 
 
 def sizes_of(query: Tensor, key: Tensor, keywords: Keywords) -> tuple[int, int, int, int]:
-    """How many batch elements, heads, queries and keys there are at most."""
+    """The largest numbers of batch elements, heads, queries and keys of a call."""
     batch, heads, queries = query.shape[:3]
     starts, table = keywords.get("cu_seqlens_q"), keywords.get("block_table")
     pages = 1 if table is None else table.size(1)
@@ -53,12 +53,12 @@ _warned: set[str] = set()
 
 
 def loaded(traced: Traced, has_blocks: bool = False) -> Keywords:
-    """The keyword that names recorded functions to the operators, compiled and loaded.
+    """The keyword that names recorded functions to the operators, once they are compiled and loaded.
 
-    None for those that do nothing.
+    Functions that do nothing have none.
     """
     if traced.device.type == "cuda":
-        # With it come maps of blocks, which other kernels do not know.
+        # Only kernels with a function know maps of blocks.
         if not has_blocks and traced.does_nothing():
             return {}
         return {"score_function": cuda_compiler.load(traced.function)}
@@ -77,8 +77,8 @@ def warn(reason: Exception) -> None:
 
 
 def _frames_of_this_package() -> int:
-    """How many frames are between the caller and the call that a user wrote, for a warning that names it."""
-    # torch's own too: torch.compiler.disable calls from there.
+    """The number of frames between the caller and the call that a user wrote, which a warning names."""
+    # torch's own frames are skipped too: torch.compiler.disable calls from there.
     folders = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
@@ -96,7 +96,7 @@ def _merged(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> Keyword
 
 
 def inputs_of(traced: Traced, captured: Sequence[Tensor]) -> Keywords:
-    """The keywords of what a loaded function reads, beside scores."""
+    """The keywords with the tensors and numbers that a loaded function reads."""
     given = {"captured": list(captured), "captured_numbers": traced.numbers}
     return {name: read for name, read in given.items() if read}
 
@@ -115,7 +115,7 @@ def _forward(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> tuple[
 
 
 class _FlexAttention(Function):
-    """Of the tensors of a call, the captured ones and the call; returns (out, row_max, [weights], [lse])."""
+    """Takes the tensors of a call, the captured ones and the call; returns out, row_max, [weights], [lse]."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -161,7 +161,7 @@ def _captured_gradients(
     cotangents: operator_calls.Cotangents,
     saved: operator_calls.Saved,
 ) -> list[OptionalTensor]:
-    """The gradient of each captured tensor, None where it has none or is not needed."""
+    """The gradient of each captured tensor, None if it has none or is not needed."""
     wanted = [has and need for has, need in zip(call.traced.wanted(), needs, strict=False)]
     sizes = [tensor.numel() if want else 0 for tensor, want in zip(captured, wanted, strict=True)]
     if not any(sizes):

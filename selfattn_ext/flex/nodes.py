@@ -1,4 +1,4 @@
-"""What is recorded of a function of one score: numbers, and the operations that make them."""
+"""The nodes of a recorded function of one score: numbers, and the operations that make them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class UnsupportedFunctionError(Exception):
 
 @dataclass(eq=False)
 class Node:
-    """A number that the function computes, or is given: ``op`` is then its name."""
+    """A number that the function computes, or that it is given; ``op`` is then the input's name."""
 
     op: Any
     args: tuple[Any, ...]
     dtype: torch.dtype
     kwargs: dict[str, Any] = field(default_factory=dict)
-    #: What the operands of a comparison are brought to.
+    #: The dtype that the operands of a comparison are brought to.
     common: torch.dtype | None = None
-    #: The operation of torch that computes it, and which of its results it is where there are several.
+    #: The operation of torch that computes it, and its place among the results if there are several.
     step: Step | None = None
     output: int | None = None
 
@@ -44,10 +44,10 @@ class Number(Node):
 
 @dataclass(eq=False)
 class Load(Node):
-    """An element of a captured tensor, ``args`` are its indices; or a part, where some of them are None."""
+    """An element of a captured tensor, whose indices are ``args``; a part of it if some of them are None."""
 
     tensor: Any = None
-    #: How often the tensor had been changed when it was read.
+    #: The number of changes in place that the tensor had seen when it was read.
     version: int | None = None
 
 
@@ -80,8 +80,8 @@ def all_of(
     done: Container[Node] = (),
     operands: Callable[[Node], Sequence[Any]] = lambda node: node.args,
 ) -> Iterator[Node]:
-    """Every node that the roots need, each behind those that it needs itself, without those that are done and
-    what only they need. Functions may be longer than Python's stack.
+    """Every node that the roots need, each after those that it needs itself, without those in ``done`` and
+    what only they need. It is a loop, because functions may be longer than Python's stack.
     """
     seen: set[Node] = set()
     waiting: list[tuple[Node, bool]] = [(root, False) for root in reversed(roots) if root is not None]
@@ -98,10 +98,10 @@ def all_of(
 def replay(
     root: Node, values: dict[Node, Tensor], element: Callable[[Load], Tensor], device: torch.device
 ) -> Tensor:
-    """What a node stands for, by the operations of torch that were called, on tensors of four dimensions:
-    constants have as many, so that dtypes come out as they were recorded.
+    """The value of a node, by the operations of torch that were called, on tensors of four dimensions.
+    Constants have as many, so that dtypes come out as they were recorded.
 
-    ``values`` holds the inputs and gets everything else; ``element`` gives what is loaded.
+    ``values`` holds the inputs and gets everything else; ``element`` gives the elements that are loaded.
     """
     results: dict[Step, Any] = {}
     for node in all_of([root], values, _repeated):
@@ -122,7 +122,7 @@ def replay(
 
 
 def _repeated(node: Node) -> Sequence[Any]:
-    """What :func:`replay` needs for a node."""
+    """The nodes that :func:`replay` needs for a node."""
     return node.args if node.step is None else node.step.nodes()
 
 

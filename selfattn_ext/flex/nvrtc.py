@@ -1,4 +1,4 @@
-"""CUDA's compiler for programs that run, NVRTC, which comes with torch: from a text to code for a device."""
+"""NVRTC, the compiler of CUDA for running programs, which comes with torch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class NvrtcError(Exception):
 
 
 class Code(NamedTuple):
-    """Of one kernel."""
+    """The code of one kernel."""
 
-    #: Machine code for the device; empty where NVRTC does not know the device yet.
+    #: Machine code for the device; empty if this NVRTC does not know the device.
     cubin: bytes
-    #: The assembly language that CUDA's driver makes machine code of.
+    #: The assembly language from which CUDA's driver makes machine code.
     ptx: bytes
 
 
 def version() -> str:
-    """Of NVRTC.
+    """The version of NVRTC.
 
     Raises:
         NvrtcError: there is none.
@@ -46,11 +46,11 @@ def compile_kernel(
     """The code of one kernel of a text.
 
     Args:
-        text: CUDA C++.
-        kernel: its name in it, with its template's arguments.
-        capability: of the device, major * 10 + minor.
-        headers: texts by the name that they are included by.
-        options: of NVRTC, but for the architecture.
+        text: the source in CUDA C++.
+        kernel: the kernel's name in the text, with its template's arguments.
+        capability: the device's compute capability, major * 10 + minor.
+        headers: texts by the names under which they are included.
+        options: the options of NVRTC, without the architecture.
 
     Raises:
         NvrtcError: NVRTC refused, with what it said.
@@ -125,7 +125,7 @@ def _library() -> ctypes.CDLL:
     for folder in _folders(major):
         file = folder / name
         if file.is_file():
-            # What it opens by name alone must be there already.
+            # NVRTC opens this library by its name alone, so it must be loaded already.
             for more in glob.glob(str(folder / f"libnvrtc-builtins.so.{major}*")):
                 ctypes.CDLL(more)
             return ctypes.CDLL(str(file))
@@ -136,7 +136,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _folders(major: str) -> list[Path]:
-    """Where wheels and toolkits have it."""
+    """The folders in which wheels and toolkits have NVRTC."""
     spec = find_spec("nvidia")
     wheels = [] if spec is None else list(spec.submodule_search_locations or [])
     folders = [Path(at, name, "lib") for at in wheels for name in (f"cu{major}", "cuda_nvrtc")]

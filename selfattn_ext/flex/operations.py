@@ -1,4 +1,4 @@
-"""The operations of torch on single numbers, as expressions of C++.
+"""Writes the operations of torch on single numbers as expressions of C++.
 
 Functions that are not C++'s own are in csrc/core/score_function_math.h.
 """
@@ -16,7 +16,7 @@ from .ranges import Ranges
 
 __all__ = ["C_TYPES", "STANDARD", "cast", "expression", "is_known", "is_written", "literal"]
 
-#: What a number of a dtype is computed as. Those of 16 bits are rounded after each operation.
+#: The C++ type in which a dtype is computed. Numbers of 16 bits are rounded after each operation.
 C_TYPES = {
     torch.float64: "double",
     torch.float32: "float",
@@ -37,7 +37,7 @@ _LOGIC = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
 _BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 _TESTS = {"logical_not": "{0} == 0", "isnan": "{0} != {0}"}
 _TESTS |= {"isinf": "is_infinite({0})", "signbit": "is_negative({0})"}
-#: Python's operators, where torch has names of their own for them.
+#: Operators of Python for which torch has names of their own.
 _OPERATORS = {"__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift"}
 #: Functions of C++.
 STANDARD = {
@@ -130,8 +130,8 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
 
 
 def expression(node: Node, text_of: Callable[[Node], str], ranges: Ranges) -> str:
-    """What a node computes, as its dtype's number in the variable that holds it; ``text_of`` names what it
-    computes it from.
+    """The expression of a node's number, as the variable that holds it has it; ``text_of`` names its
+    operands.
     """
     result = _Expression(node, text_of, ranges).text()
     rounding = _ROUNDING.get(node.dtype)
@@ -139,7 +139,7 @@ def expression(node: Node, text_of: Callable[[Node], str], ranges: Ranges) -> st
 
 
 class _Expression:
-    """The text of one operation, which may be done in another dtype than that of its result."""
+    """The text of one operation, which may be computed in another dtype than that of its result."""
 
     def __init__(self, node: Node, text_of: Callable[[Node], str], ranges: Ranges):
         self._node = node
@@ -256,13 +256,15 @@ class _Expression:
                     lambda left, right: self._sum(left, "mul", right), [base] * int(exponent.value)
                 )
             function = {0.5: "std::sqrt", -0.5: "rsqrt_of", -1: "reciprocal_of"}.get(exponent.value)
-            # torch takes the power of float16.
+            # For float16 torch computes the power itself.
             if function is not None and self._dtype.is_floating_point and self._dtype != torch.float16:
                 return f"{function}({self._operand(0)})"
         return f"pow_of({', '.join(self._operands())})"
 
     def _power_of_two(self) -> str:
-        """ldexp takes it in the dtype of the exponent, and with all digits of integers."""
+        """The power of two of ldexp, which torch computes in the exponent's dtype, with all digits of
+        integers.
+        """
         exponent = self._node.args[1].dtype
         if not exponent.is_floating_point:
             return f"std::exp2({self._operand(1, torch.promote_types(self._dtype, torch.float32))})"
@@ -281,7 +283,7 @@ class _Expression:
 
 
 def is_written(number: Number) -> bool:
-    """Whether a constant is part of the source, as no double may have all the digits of its integer."""
+    """Whether a constant is part of the source, because a double may not hold all digits of its integer."""
     return isinstance(number.value, int) and abs(number.value) > 2**53
 
 

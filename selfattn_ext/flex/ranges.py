@@ -1,11 +1,11 @@
-"""What the integers of a function can be, and how many bits they take.
+"""The ranges of a function's integers, and how many bits they take.
 
 Note [32 bits]
-    torch's indices have 64 bits, and so has what is computed of them. Vectors hold twice as many numbers of
-    32 bits. So an integer is held in 32 bits where the sizes of the call, the constants of the function and
-    its operations show that it fits, and an operation is done in 32 bits where all that it needs and makes
-    fits. The results are the same. Sizes count as the next power of two, so that longer inputs change the
-    source of a function only where products and sums of indices outgrow 32 bits.
+    torch's indices have 64 bits, and so have numbers that are computed from them. Vectors hold twice as many
+    numbers of 32 bits. So an integer is held in 32 bits if the sizes of the call, the constants of the
+    function and its operations show that it fits, and an operation is done in 32 bits if its operands and its
+    result fit. The results are the same. Sizes count as the next power of two, so that longer inputs change
+    the source of a function only if products and sums of indices outgrow 32 bits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["ANY_SIZES", "INDICES", "Range", "Ranges", "largest_places"]
 
 INDICES = ("batch", "head", "q_idx", "kv_idx")
 _MOST_BITS = 30
-#: The largest that the operators take with functions of scores.
+#: The largest sizes that the operators take with functions of scores.
 ANY_SIZES = (1 << _MOST_BITS,) * len(INDICES)
-#: Sizes up to this one count as this one.
+#: Smaller sizes count as this one.
 _LEAST_SIZE = 1 << 10
 
 
@@ -55,7 +55,7 @@ _UNKNOWN = _of_bits(128)
 
 
 def largest_places(sizes: Sequence[int | torch.SymInt]) -> dict[str, int]:
-    """The largest number that each index counts as having, of a call of these sizes (batch, heads, queries,
+    """The largest number that each index is taken to have in a call of these sizes (batch, heads, queries,
     keys). A size that a compiled graph leaves open may be any that the operators take.
     """
 
@@ -73,7 +73,7 @@ class _Known(NamedTuple):
 
 
 class Ranges:
-    """What the nodes of a function can be, given the largest number that each index can be."""
+    """The ranges of the nodes of a function, given the largest number of each index."""
 
     def __init__(self, largest: Mapping[str, int]):
         self.largest = largest
@@ -84,7 +84,7 @@ class Ranges:
         return self._look_up(node).range
 
     def is_exact(self, node: Node) -> bool:
-        """Whether an integer is what its operation is on integers of all sizes: it cannot wrap around."""
+        """Whether an integer cannot wrap around: it is what the operation gives for integers of any size."""
         return self._look_up(node).exact
 
     def held(self, node: Node) -> torch.dtype:
@@ -126,7 +126,7 @@ class Ranges:
         if any(arg.dtype not in _OF_DTYPE for arg in operands):  # floats, or 64 bits without a sign
             return every if node.op == "_to_copy" else _UNKNOWN
         given = [self._known[arg].range for arg in operands]
-        if node.op != "_to_copy":  # which is what brings an operand to the dtype of the result
+        if node.op != "_to_copy":  # the operation that brings an operand to the dtype of the result
             given = [each if each.within(every) else every for each in given]
         return rule(node, given)
 
@@ -169,7 +169,7 @@ def _quotient(a: Range, b: Range) -> Range:
 
 
 def _rest(a: Range, b: Range) -> Range:
-    """The range of a % b, which has the sign of b; what division by 0 leaves is a."""
+    """The range of a % b, which has the sign of b; division by 0 leaves a."""
     found = Range(min(b.least + 1, 0), max(b.most - 1, 0))
     return _hull([*found, *a]) if b.least <= 0 <= b.most else found
 

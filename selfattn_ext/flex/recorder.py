@@ -1,22 +1,22 @@
-"""A function of one score, as the list of operations that it is made of.
+"""Records a function of one score as the list of operations that it is made of.
 
 The function is called once, with tensors of no dimensions. A dispatch mode below autograd sees every
 operation that depends on them and writes it down; operations on captured tensors alone are computed, with
 their gradients, and their results count as captured.
 
 Note [Recorded under autograd]
-    Where a gradient may come, the one run of the function is a live run of torch's autograd, with a score and
-    elements of captured tensors that require gradients (:mod:`.indexing` makes them); then
+    If a gradient may be asked for, the one run of the function is a live run of torch's autograd, with a
+    score and elements of captured tensors that require gradients (:mod:`.indexing` makes them); then
     torch.autograd.grad runs under the same recorder. So detach, no_grad, a torch.autograd.Function and
     operations in place mean for gradients what they mean to torch, and each operation has the derivative that
     torch gives it, even where it is written as simpler ones. For derivatives of second order the operations
     are kept as they were called (:class:`.nodes.Step`), with the operands that have gradients.
 
 Note [Values of a tensor]
-    What a tensor stands for is found by its memory, so that views and detached tensors stand for the same
-    number and an operation in place changes what all of them stand for. Operands are looked up before the
-    operation: what was recorded keeps the number that it was given. Tensors that stand for something hold
-    numbers that nobody reads.
+    The number that a tensor stands for is found by its memory, so that views and detached tensors stand for
+    the same number and an operation in place changes what all of them stand for. Operands are looked up
+    before the operation: what was recorded keeps the number that it was given. Tensors that stand for
+    something hold numbers that nobody reads.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .decompositions import decomposition_of
 from .nodes import Load, Node, Number, Step, Still, UnsupportedFunctionError
+from .operations import C_TYPES, is_known
 
 __all__ = ["Recorder", "place_of_caller", "tensors_in"]
 
@@ -45,7 +46,7 @@ _EMPTY = {"empty", "empty_like", "new_empty"}
 _SAME = {"detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "view", "_unsafe_view", "expand"}
 _SAME |= {"squeeze", "permute", "_reshape_alias", "as_strided"}
 _TELL_VALUES = {"_local_scalar_dense", "is_nonzero", "item", "equal"}
-#: Divisions of integers, which look whether the divisor is 0.
+#: Divisions, which for integers look whether the divisor is 0.
 _DIVISIONS = {"remainder", "fmod", "floor_divide", "div"}
 #: Operations on single numbers that torch does not call pointwise.
 _POINTWISE = {"hardswish", "log_sigmoid_forward", "_prelu_kernel", "huber_loss", "smooth_l1_loss", "mse_loss"}
@@ -53,7 +54,7 @@ _POINTWISE = {"hardswish", "log_sigmoid_forward", "_prelu_kernel", "huber_loss",
 
 @functools.cache
 def name_of(op: Any) -> str:
-    """ "add" of aten.add.Tensor and of aten.add_.Tensor."""
+    """An operation's name without its overload: "add" for aten.add.Tensor and aten.add_.Tensor."""
     name: str = op._schema.name.partition("::")[2]
     return name[:-1] if name.endswith("_") and not name.startswith("_") else name
 
@@ -70,8 +71,6 @@ def _is_random(op: Any) -> bool:
 
 @functools.cache
 def _is_known(name: str) -> bool:
-    from .operations import is_known  # which imports this module
-
     return is_known(name)
 
 
@@ -92,7 +91,7 @@ def tensors_in(given: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-#: An element of memory; tensors with dimensions are none, even where they begin there.
+#: The place of an element in memory. A tensor with dimensions has another place than its first element.
 _Place = tuple[int, Any, torch.dtype, int]
 
 
@@ -105,24 +104,24 @@ def _place(tensor: Tensor) -> _Place:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what is computed from its inputs, see Note [Values of a tensor]."""
+    """Writes down the operations on its inputs: see Note [Values of a tensor]."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         #: Whether operations are kept as they were called.
         self.keeps_steps = True
-        #: What cannot be computed again from what is kept.
+        #: An operation that cannot be computed again from the steps that are kept.
         self.cannot_repeat: str | None = None
         self._of: dict[_Place, Node] = {}
-        #: Memory that came to be while the function ran; that of tensors which the recorder has made.
+        #: Memory that was made while the function ran, and of that the memory that the recorder made.
         self._made: set[_Place] = set()
         self._own: set[_Place] = set()
         self._alive: list[Tensor] = []
         self._depth = 0
 
     def know(self, tensor: Tensor, node: Node) -> Tensor:
-        """From now on ``tensor``, whose memory is nobody else's, stands for ``node``."""
+        """Has ``tensor``, which shares no memory, stand for ``node`` from now on."""
         place = _place(tensor)
         self._of[place] = node
         self._made.add(place)
@@ -131,7 +130,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def known(self, tensor: Tensor) -> Node | None:
-        """What a tensor stands for, if it stands for anything."""
+        """The node that a tensor stands for, if it stands for one."""
         with torch._C.DisableTorchFunction():
             return self._of.get(_place(tensor))
 
@@ -142,12 +141,12 @@ class Recorder(TorchDispatchMode):
             return made.expand(sizes) if sizes else made
 
     def node(self, value: Any) -> Node:
-        """What stands for a tensor or a number of Python."""
+        """The node of a tensor or of a number of Python."""
         if not isinstance(value, Tensor):
             # The number keeps all its digits; each operation rounds it to its own dtype.
             dtype = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
             if dtype == torch.int64 and value >= 2**63:
-                dtype = torch.float64  # torch takes it, as the bits of an integer or as a float
+                dtype = torch.float64  # torch takes such a number as the bits of an integer, or as a float
             return Number("number", (), dtype, value=value)
         known = self.known(value)
         if known is None:
@@ -163,7 +162,7 @@ class Recorder(TorchDispatchMode):
         return known
 
     def _made_before(self, tensor: Tensor) -> Node:
-        """What the function itself has made, which it may change behind this."""
+        """The node of a tensor that the function itself has made, and may change later."""
         if type(tensor) is Tensor and tensor.is_cpu and not tensor.requires_grad:
             with torch._C._DisableTorchDispatch():
                 value = tensor.item()
@@ -191,7 +190,7 @@ class Recorder(TorchDispatchMode):
                 "for it is compiled once for all of them: use torch.where instead" + place_of_caller()
             )
         if func.namespace == "prim" or name == "_has_same_storage_numel":
-            return func(*args, **kwargs)  # asked of tensors by torch itself
+            return func(*args, **kwargs)  # torch itself asks tensors this
         if name == "index":
             return self._index(*args)
         if name in _SAME:
@@ -206,7 +205,7 @@ class Recorder(TorchDispatchMode):
         return self._operation(func, name, args, kwargs)
 
     def _of_others(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """What depends on no score and no index is computed."""
+        """Computes an operation that depends on no score and no index."""
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor) or result.dim():
             return result
@@ -269,7 +268,7 @@ class Recorder(TorchDispatchMode):
         return self.know(result, self.load(tensor, at))
 
     def _in_place(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
-        """As the same operation that is not in place, whose result the tensor stands for from now on."""
+        """Records the same operation that is not in place; the tensor stands for its result from now on."""
         target = args[0]
         written = [place for place, arg in enumerate(func._schema.arguments) if _is_written(arg)]
         overload = func._overloadname
@@ -317,7 +316,7 @@ class Recorder(TorchDispatchMode):
         return self.know(result, Node(name, operands, result.dtype, dict(kwargs), common, step))
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        """A tensor of torch's own in the place of a captured one, which may be anything."""
+        """A plain tensor in place of a captured one, which may be of any class."""
         return tensor if _place(tensor) in self._own else self.blank(tensor.dtype)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any, operands: Any, step: Step | None) -> Any:
@@ -338,7 +337,7 @@ class Recorder(TorchDispatchMode):
 
     def _result_of(self, step: Step | None, output: int | None, result: Any, operands: Any) -> Any:
         node = self.known(result) if isinstance(result, Tensor) else None
-        # An operand that comes back is the same number.
+        # An operand that comes back as the result is the same number.
         if node is not None and step is not None and all(node is not operand for operand in operands):
             node.step, node.output = step, output
             if not _is_pointwise(step.func):
@@ -357,7 +356,7 @@ class Recorder(TorchDispatchMode):
         return Step(func, tuple(given), kwargs)
 
     def operand(self, tensor: Tensor, node: Node) -> Node | Still:
-        """What stands for a tensor, with what it says of gradients."""
+        """The node of a tensor, as an operand that has a gradient or has none."""
         if not torch.is_grad_enabled() or not tensor.requires_grad:
             return Still(node)
         if node.step is not None and not node.step.has_gradient():
@@ -377,14 +376,12 @@ def _is_written(argument: Any) -> bool:
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
-    from .operations import C_TYPES
-
     if dtype not in C_TYPES:
         raise UnsupportedFunctionError(f"it computes with numbers of {dtype}")
 
 
 def place_of_caller() -> str:
-    """Where in the function the operation stands that is being looked at."""
+    """The place in the user's function of the operation that is being recorded."""
     here = __file__.rpartition("/")[0]
     inside = [
         frame

@@ -1,4 +1,4 @@
-"""From recorded operations to the C++ source of a function on tiles of scores."""
+"""Writes recorded operations as the C++ source of a function on tiles of scores."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _POSITION = (
 
 
 def _both(function: Function, inner: Callable[[Body], list[str] | None], *read: int) -> list[str]:
-    """The loops, with the statements of ``inner`` inside: for runs of memory where there are any, for others.
+    """The loops with the statements of ``inner`` inside, in a form for runs of memory, if there are any, and
+    in a form for all other loads.
 
-    ``inner`` makes the statements of a body, or None where runs are no help; ``read`` are tensors whose sizes
-    it needs.
+    ``inner`` makes the statements of a body, or None if runs do not help; ``read`` are tensors whose sizes it
+    needs.
     """
     body, straight = Body(function), StraightBody(function)
     statements, of_runs = inner(body), inner(straight)
@@ -33,7 +34,7 @@ def _both(function: Function, inner: Callable[[Body], list[str] | None], *read: 
     lines = [*body.beginning(*read)]
     for each in bodies[1:]:
         lines += each.statements[TILE]
-    lines.append("int32_t beside_any = 0;")
+    lines.append("int32_t outside_any = 0;")
     lines += body.queries_at_once()
     for each in bodies:
         lines += [*each.arrays, *each.loop_over_queries()]
@@ -46,7 +47,7 @@ def _both(function: Function, inner: Callable[[Body], list[str] | None], *read: 
 
 
 def _text(function: Function, name: str, results: dict[str, Node], ending: list[str], arguments: str) -> str:
-    """One of the functions. ``results`` are names that ``ending``, the end of the innermost loop, uses."""
+    """The text of a function. ``results`` are names that ``ending``, the end of the innermost loop, uses."""
 
     def inner(body: Body) -> list[str]:
         known = [f"const auto {key} = {body.use(node, PAIR)};" for key, node in results.items()]
@@ -54,9 +55,9 @@ def _text(function: Function, name: str, results: dict[str, Node], ending: list[
         lines = [*OVER_QUERIES, *ending[:1], *body.statements[PAIR], *known, *ending[1:]]
         if flags:
             lines += [
-                f"const bool beside = ({' | '.join(flags)}) & (*at != hidden);",
-                "*at = beside ? beside_tensor : *at;",
-                "beside_any |= static_cast<int32_t>(beside);",
+                f"const bool outside = ({' | '.join(flags)}) & (*at != hidden);",
+                "*at = outside ? outside_tensor : *at;",
+                "outside_any |= static_cast<int32_t>(outside);",
             ]
         return [*lines, "}"]
 
@@ -64,7 +65,7 @@ def _text(function: Function, name: str, results: dict[str, Node], ending: list[
         f"void {name}({arguments}) {{",
         _POSITION,
         *_both(function, inner),
-        "if (beside_any != 0) __atomic_store_n(inputs->out_of_range, 1, __ATOMIC_RELAXED);",
+        "if (outside_any != 0) __atomic_store_n(inputs->out_of_range, 1, __ATOMIC_RELAXED);",
         "}",
     ]
     return "\n".join(lines)
@@ -161,7 +162,7 @@ def _written(function: Function) -> str:
 
 
 def kinds_of(function: Function) -> str:
-    """Of the captured tensors, as ScoreFunctionTable has them."""
+    """The dtypes and dimensions of the captured tensors, in the form of ScoreFunctionTable."""
     return " ".join(
         f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.dim()}]{'(wide)' if is_wide(tensor) else ''}"
         for tensor in function.tensors
@@ -171,8 +172,8 @@ def kinds_of(function: Function) -> str:
 def _captured_text(function: Function, index: int, tensor: int, load: Load, gradient: Node) -> str:
     """The function that adds the gradient of one load.
 
-    Where neighbouring queries read one element, there are partial sums for them, so that no chain of
-    additions is as long as the tile.
+    If neighbouring queries read one element, it has partial sums for them, so that no chain of additions is
+    as long as the tile.
     """
     kind = C_TYPES[function.dtype]
     strides = contiguous_strides(function, tensor)
@@ -251,7 +252,7 @@ namespace {{
 
 constexpr int64_t kAtOnce = 64;
 constexpr {kind} hidden = -std::numeric_limits<{kind}>::infinity();
-const {kind} beside_tensor = bits_of<{kind}>(beside_bits({kind}()));
+const {kind} outside_tensor = bits_of<{kind}>(beside_bits({kind}()));
 
 [[maybe_unused]] double sum_of(const double* numbers, int64_t count) {{
   double sums[4] = {{}};

@@ -1,9 +1,10 @@
-"""The statements of a function on tiles of scores, by what they depend on.
+"""The C++ statements of a function on tiles of scores, sorted by what they depend on.
 
 Note [Levels]
-    What depends on neither query nor key is computed once for a tile; what depends on the key alone, once for
-    each of its keys; what depends on the query alone, once for each of its queries, into an array. Only the
-    rest is in the loop over the queries of a key, in which compilers make a vector of neighbouring queries.
+    A number that depends on neither query nor key is computed once for a tile; one that depends on the key
+    alone, once for each of its keys; one that depends on the query alone, once for each of its queries, into
+    an array. Only the rest is in the loop over the queries of a key, in which compilers make a vector of
+    neighbouring queries.
 """
 
 from __future__ import annotations
@@ -46,24 +47,24 @@ _STORED = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 @dataclass(frozen=True)
 class Function:
-    """What is compiled: nodes of the results, and what they read."""
+    """A function to be compiled: the nodes of its results, and what they read."""
 
-    #: torch.float32 or float64: what scores are computed in.
+    #: The dtype in which scores are computed, torch.float32 or float64.
     dtype: torch.dtype
     score: Node
-    #: None where nothing is hidden.
+    #: None if nothing is hidden.
     mask: Node | None
-    #: The gradient of the score given that of the result, and for each load whose gradient is wanted the
+    #: The gradient of the score given that of the result. For each load whose gradient is wanted: the
     #: tensor's number, the load (in the graph of the gradients) and its gradient.
     grad_score: Node | None
     grad_loads: Sequence[tuple[int, Load, Node]]
     tensors: Sequence[torch.Tensor]
-    #: Constants that are no part of the source.
+    #: The constants that are no part of the source.
     numbers: Sequence[Number]
     ranges: Ranges
 
 
-#: Begins the innermost loop.
+#: The lines that begin the innermost loop.
 OVER_QUERIES = (
     "VECTOR_LOOP",
     "for (int64_t i = 0; i < count; ++i) {",
@@ -73,11 +74,11 @@ OVER_QUERIES = (
 
 
 class Body:
-    """The text of one function; statements by level, or all of them on the first, where ``batch``, ``head``,
-    ``query`` and ``key`` are those of a single score.
+    """The text of one function. Its statements are sorted by level, or all on the first level for a single
+    score, which has its own ``batch``, ``head``, ``query`` and ``key``.
     """
 
-    LETTERS: ClassVar[str] = "tkqp"  # names of statements begin with, by level
+    LETTERS: ClassVar[str] = "tkqp"  # the first letters of names, by level
 
     def __init__(self, function: Function, by_levels: bool = True):
         self.function = function
@@ -89,10 +90,10 @@ class Body:
         self.count = 0
         self.levels: dict[Node, int] = {}
         self.statements: list[list[str]] = [[], [], [], []]
-        #: Names of flags, by level, that say whether a load is beside its tensor.
-        self.beside: list[list[str]] = [[], [], [], []]
+        #: Names of flags, by level, that say whether a load is outside its tensor.
+        self.outside: list[list[str]] = [[], [], [], []]
         self.arrays: list[str] = []
-        #: What follows the loop over keys.
+        #: The statements that follow the loop over keys.
         self.behind_keys: list[str] = []
         self.ranges = function.ranges
         wide = any(is_wide(tensor) for tensor in function.tensors)
@@ -113,7 +114,7 @@ class Body:
         return self.levels[node]
 
     def use(self, node: Node, at: int) -> str:
-        """The name of what a node computes, for a statement of level ``at``."""
+        """The name of a node's number, for a statement of level ``at``."""
         if node not in self.names:
             for each in all_of([node], self.names, self._needs):
                 self._emit(each)
@@ -121,7 +122,7 @@ class Body:
         return f"{self.names[node]}[i]" if in_array else self.names[node]
 
     def _needs(self, node: Node) -> Sequence[Any]:
-        """What has to be there before a node is computed."""
+        """The nodes that have to be computed before a node."""
         return node.args
 
     def _emit(self, node: Node) -> None:
@@ -162,7 +163,7 @@ class Body:
         return " + ".join(f"{part} * {stride}" for part, stride in zip(parts, strides, strict=False)) or "0"
 
     def _limited(self, index: Node, tensor: int, dimension: int, at: int) -> str:
-        """An index as torch understands it, 0 where it is beside the tensor."""
+        """An index as torch understands it, or 0 if it is outside the tensor."""
         level = self.level(index)
         name = self.limited.get((index, tensor, dimension))
         if name is None:
@@ -173,9 +174,9 @@ class Body:
             out = self.statements[level].append
             out(f"const {kind} {name}_given = {given};")
             out(f"const {kind} {name}_at = {name}_given < 0 ? {name}_given + {size} : {name}_given;")
-            out(f"const bool {name}_beside = {name}_at < 0 || {name}_at >= {size};")
-            self.beside[level].append(f"{name}_beside")
-            inside = f"{name}_beside ? 0 : {cast(f'{name}_at', dtype, self.index_dtype)}"
+            out(f"const bool {name}_outside = {name}_at < 0 || {name}_at >= {size};")
+            self.outside[level].append(f"{name}_outside")
+            inside = f"{name}_outside ? 0 : {cast(f'{name}_at', dtype, self.index_dtype)}"
             if level == QUERY:
                 self.arrays.append(f"{self.index} {name}[kAtOnce];")
                 out(f"{name}[i] = {inside};")
@@ -196,7 +197,9 @@ class Body:
         return f"data{tensor}[{self.offset(load, strides, self.level(load))}]"
 
     def beginning(self, *others: int) -> list[str]:
-        """What comes before all loops, with what is known of the tensors that are read, and of ``others``."""
+        """The statements before all loops, with places and sizes of the tensors that are read and of
+        ``others``.
+        """
         lines = ["(void)batch, (void)head, (void)inputs;"]
         read = {self.position[id(node.tensor)] for node in self.names if isinstance(node, Load)}
         for number in sorted(read.union(others)):
@@ -215,17 +218,17 @@ class Body:
         return [*lines, *self.statements[TILE]]
 
     def flags(self) -> list[str]:
-        """What tells, of a score, whether a load is beside its tensor."""
-        of_query = self.beside[QUERY]
+        """The flags that say whether a load of a score is outside its tensor."""
+        of_query = self.outside[QUERY]
         if of_query:
-            name = f"{self.LETTERS[QUERY]}_beside"
+            name = f"{self.LETTERS[QUERY]}_outside"
             self.arrays.append(f"bool {name}[kAtOnce];")
             self.statements[QUERY].append(f"{name}[i] = {' | '.join(of_query)};")
             of_query = [f"{name}[i]"]
-        return [*self.beside[PAIR], *of_query, *self.beside[KEY], *self.beside[TILE]]
+        return [*self.outside[PAIR], *of_query, *self.outside[KEY], *self.outside[TILE]]
 
     def queries_at_once(self) -> list[str]:
-        """Begins the loop over parts of the tile's queries."""
+        """The lines that begin the loop over parts of the tile's queries."""
         return [
             "for (int64_t first = 0; first < tile->queries; first += kAtOnce) {",
             "const int64_t count = tile->queries - first < kAtOnce ? tile->queries - first : kAtOnce;",
@@ -234,11 +237,11 @@ class Body:
         ]
 
     def loop_over_queries(self) -> list[str]:
-        """All that depends on queries alone."""
+        """The loop that computes all that depends on queries alone."""
         return [*OVER_QUERIES, *self.statements[QUERY], "}"] if self.statements[QUERY] else []
 
     def loop_over_keys(self) -> list[str]:
-        """Begins the loop over the tile's keys; what depends on them alone comes next."""
+        """The lines that begin the loop over the tile's keys; statements on keys alone come next."""
         return [
             "for (int64_t j = 0; j < tile->keys; ++j) {",
             "const int32_t key = static_cast<int32_t>(tile->first_key + j);",
@@ -248,7 +251,7 @@ class Body:
 
 
 def contiguous_strides(function: Function, tensor: int) -> list[str]:
-    """Of a gradient of that tensor, as expressions of its sizes."""
+    """The strides of a contiguous gradient of that tensor, as expressions of its sizes."""
     dims = range(function.tensors[tensor].dim())
     return [" * ".join(["1", *(f"size{tensor}_{behind}" for behind in dims[dim + 1 :])]) for dim in dims]
 

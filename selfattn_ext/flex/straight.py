@@ -1,8 +1,8 @@
-"""Loads of neighbouring elements.
+"""Neighbouring queries that read neighbouring elements do so by one load.
 
-Where an index of a captured tensor grows or falls by 1 with the query, as in ``bias[q_idx - kv_idx + n]``,
-the queries of a vector read a run of memory. That is a pointer and one load for all of them, if the run lies
-inside the tensor, which is asked once for a key and its queries.
+If an index of a captured tensor grows or falls by 1 with the query, as in ``bias[q_idx - kv_idx + n]``, the
+queries of a vector read a run of memory. One pointer and one load serve all of them if the run lies inside
+the tensor, which is checked once for a key and its queries.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["StraightBody"]
 
 
 class _Run(NamedTuple):
-    """The dimension along which the queries of a key read neighbours, and by what its index grows."""
+    """The dimension along which the queries of a key read neighbours, and the step of its index."""
 
     dimension: int
     slope: int
 
 
 class _Slope(NamedTuple):
-    """By how much a number grows from a query to the next, and whether it never wraps around meanwhile."""
+    """The growth of a number from a query to the next, and whether it never wraps around meanwhile."""
 
     slope: int
     is_exact: bool
@@ -42,7 +42,7 @@ class StraightBody(Body):
         super().__init__(*given)  # type: ignore[arg-type]
         self.conditions: list[str] = []
         self._slopes: dict[Node, _Slope | None] = {}
-        #: What numbers with a slope are at the first of the queries.
+        #: The values of numbers with a slope at the first of the queries.
         self._at_first_query: dict[Node, str] = {}
 
     def _needs(self, node: Node) -> Sequence[Any]:
@@ -54,7 +54,7 @@ class StraightBody(Body):
         return [*others, *(term for term in terms if not self.level(term) & QUERY)]
 
     def _terms(self, node: Node) -> Sequence[Any]:
-        """What a number with a slope is made of."""
+        """The terms that a number with a slope is the sum of."""
         return node.args if self.level(node) & QUERY else ()
 
     def _load(self, load: Load) -> str:
@@ -71,7 +71,7 @@ class StraightBody(Body):
         return run if run is not None and run.dimension == len(load.args) - 1 else None
 
     def element(self, load: Load, run: _Run, data: str, strides: Sequence[str]) -> str:
-        """The element of a query, by a pointer that a key has."""
+        """The element of a query, read by a pointer that is made once for a key."""
         tensor = self.position[id(load.tensor)]
         start = self._first_of(load.args[run.dimension])
         self.count += 1
@@ -101,7 +101,7 @@ class StraightBody(Body):
         return self.index_dtype, f"saturated({given})"
 
     def _first_of(self, index: Node) -> str:
-        """What a number with a slope is at the first of the queries."""
+        """The value of a number with a slope at the first of the queries."""
         for node in all_of([index], self._at_first_query, self._terms):
             if node.op == "q_idx":
                 text = "first_query"
@@ -139,7 +139,7 @@ class StraightBody(Body):
         is_exact = self.ranges.is_exact(node)
         total = 0
         for arg, found, sign in zip(node.args, slopes, _SIGNS[node.op], strict=True):
-            # Where a shorter number wraps around, what it is converted to makes a leap.
+            # If a shorter number wraps around, the longer one that it is converted to makes a leap.
             if found is None or not (found.is_exact or arg.dtype.itemsize >= node.dtype.itemsize):
                 return None
             total += sign * found.slope

@@ -1,4 +1,4 @@
-"""From score_mod and mask_mod to what is compiled: recorded operations, and those of the gradients."""
+"""Traces score_mod and mask_mod to the recorded operations that are compiled, gradients included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .statements import Function
 
 __all__ = ["INDEX_DTYPE", "Traced", "trace"]
 
-#: What functions are given as indices.
+#: The dtype of the indices that functions are given.
 INDEX_DTYPE = torch.int64
 _EXCLUSIVE = {"batch": 1, "head": 2, "q_idx": 4}
 
@@ -30,17 +30,18 @@ class Traced:
     """A pair of functions of scores, ready to be compiled."""
 
     function: Function
-    #: What it is for.
+    #: The device of the tensors that it is for.
     device: torch.device
-    #: What the operators call along which dimensions no two items write one element of a captured gradient.
+    #: The operators' number for the dimensions along which no two items write one element of a captured
+    #: gradient.
     exclusive: int
     #: The score and the indices, by name.
     inputs: dict[str, Node]
     #: Whether the result has a gradient.
     differentiable: bool = False
-    #: What torch says of the gradients, where it has none: an error in the backward.
+    #: The error of the backward, if torch has no gradient of the function.
     failure: str | None = None
-    #: What the function does that cannot be computed again for second derivatives.
+    #: The name of something in the function that cannot be computed again for second derivatives.
     cannot_repeat: str | None = None
 
     @property
@@ -50,7 +51,7 @@ class Traced:
 
     @property
     def numbers(self) -> list[float]:
-        """Constants that are no part of the source."""
+        """The constants that are no part of the source."""
         return [float(number.value) for number in self.function.numbers]
 
     def does_nothing(self) -> bool:
@@ -71,12 +72,10 @@ def trace(
     inputs_require_grad: bool,
     sizes: Sequence[int | torch.SymInt] = ANY_SIZES,
 ) -> Traced:
-    """Calls both functions once and writes down what they compute of a score of ``dtype``.
+    """Calls both functions once and writes down what they compute from a score of ``dtype``.
 
-    ``sizes`` are how many batch elements, heads, queries and keys there are at most.
-
-    With gradients where a backward may come: grad mode is on, and the inputs or a captured tensor require
-        one.
+    ``sizes`` are how many batch elements, heads, queries and keys there are at most. Gradients are recorded
+    if a backward may come: grad mode is on, and the inputs or a captured tensor require one.
 
     Raises:
         ValueError: a function decides by a value in Python, or returns no number.
@@ -89,12 +88,12 @@ def trace(
     recorder.keeps_steps = wants_gradients = torch.is_grad_enabled()
     leaf = _input(recorder, inputs["score"]).requires_grad_(wants_gradients)
     result, mask, end = inputs["score"], None, leaf
-    # Activation checkpointing has hooks that would compute the whole layer again to get at saved numbers.
+    # The hooks of activation checkpointing would compute the whole layer again to get at saved numbers.
     with _no_hooks():
         if score_mod is not None:
             places = [_input(recorder, inputs[name]) for name in INDICES]
             with above, recorder:
-                # The function may change it in place, as it may indices.
+                # The function may change the score in place, and indices as well.
                 result, end = _number(above, score_mod(leaf.clone(), *places))
         if mask_mod is not None:
             places = [_input(recorder, inputs[name]) for name in INDICES]
@@ -155,20 +154,20 @@ def _number(above: Recording, result: Any) -> tuple[Node, Tensor]:
 
 
 def _derivatives(above: Recording, end: Tensor, leaf: Tensor) -> tuple[Node | None, list[tuple[Load, Node]]]:
-    """The gradients of the score and of what is learned, by torch's own derivatives of what was called."""
+    """The gradients of the score and of learned tensors, by torch's own derivatives of the operations."""
     recorder = above.recorder
     if not end.requires_grad:
         return recorder.node(0.0), []
-    # A checkpoint in the function reads elements once more.
+    # A copy, because a checkpoint in the function reads elements once more meanwhile.
     learned = list(above.learned)
     elements = [leaf, *(element for element, _ in learned)]
     _check_graph(recorder, end, elements)
     recorder.keeps_steps = False
-    # Looking for NaN would ask for values.
+    # A search for NaN would ask for values.
     unasked = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
     with torch.enable_grad(), unasked, above, recorder:
         end = end.to(leaf.dtype)
-        # Given tensors, torch would hide from `above` what a backward of the function's own calls.
+        # If it is given tensors, torch hides from `above` the calls of a torch.autograd.Function's backward.
         first, *edges = (torch.autograd.graph.get_gradient_edge(each) for each in (end, *elements))
         grad = _input(recorder, Node("grad", (), leaf.dtype))
         found = torch.autograd.grad(first, edges, grad, allow_unused=True)
@@ -181,8 +180,8 @@ def _derivatives(above: Recording, end: Tensor, leaf: Tensor) -> tuple[Node | No
 
 
 def _check_graph(recorder: Recorder, end: Tensor, leaves: list[Tensor]) -> None:
-    """Asserts that gradients end in ``leaves``: a torch.autograd.Function, say, hands on a captured tensor as
-    no mode sees it.
+    """Checks that gradients end in ``leaves``. A torch.autograd.Function, for example, can use a captured
+    tensor in a way that no mode sees.
     """
     own = {id(leaf) for leaf in leaves}
     seen: set[Any] = set()
@@ -201,7 +200,7 @@ def _check_graph(recorder: Recorder, end: Tensor, leaves: list[Tensor]) -> None:
 
 
 def _no_hooks() -> contextlib.AbstractContextManager[Any]:
-    """Tensors are saved as they are, whatever hooks there are around."""
+    """A block in which tensors are saved as they are, whatever hooks surround it."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked)
@@ -222,8 +221,8 @@ def _unpacked(saved: tuple[Tensor, int]) -> Tensor:
 
 
 def _exclusive(loads: Sequence[Load]) -> int:
-    """The sum of the dimensions along which no two scores read one element of a tensor: each of its loads has
-    that index, and at the same place.
+    """The sum of the numbers of those dimensions along which no two scores read one element of a tensor: each
+    of the tensor's loads has that index, and at the same place.
     """
     common = set(_EXCLUSIVE)
     for tensor in {id(load.tensor) for load in loads}:

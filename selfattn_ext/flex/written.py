@@ -1,6 +1,6 @@
-"""Recorded functions as text, as exported programs keep them, and back.
+"""Writes recorded functions as the text that exported programs keep, and reads it.
 
-The text lists the objects that a recording is made of, each behind those that it refers to.
+The text lists the objects that a recording is made of, each after those that it refers to.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .tracing import Traced
 
 __all__ = ["read", "write"]
 
-#: The classes of the objects.
+#: The classes of the objects in a recording.
 _KINDS: dict[str, Any] = {
     name: kind
     for module in (nodes, statements, tracing)
     for name, kind in vars(module).items()
     if is_dataclass(kind)
 }
-#: What torch has by name, as its own attributes.
+#: The classes of values that torch has as attributes of its own.
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def write(traced: Traced) -> str:
-    """All of a recorded pair of functions but the numbers in the tensors that they capture.
+    """The text of a recorded pair of functions, without the numbers in captured tensors.
 
     Raises:
         UnsupportedFunctionError: a part of it has no name by which another process could know it.
@@ -71,7 +71,7 @@ def write(traced: Traced) -> str:
 
 
 def _in_order(root: Any) -> Iterator[Any]:
-    """The objects that one refers to and itself, each behind those that it refers to."""
+    """An object and those that it refers to, each after those that it refers to itself."""
     seen: set[int] = set()
     waiting = [(root, False)]
     while waiting:
@@ -85,7 +85,7 @@ def _in_order(root: Any) -> Iterator[Any]:
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """Those in a field."""
+    """The objects in a field."""
     if type(value) in _KINDS.values():
         yield value
     elif isinstance(value, (list, tuple, dict)):
@@ -95,12 +95,12 @@ def _objects(value: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=256)
 def read(text: str, has_blocks: bool = False) -> tuple[Traced, Keywords]:
-    """What :func:`write` was given, with tensors of no numbers in place of the captured ones, and the
-    keyword that names it to the operators, compiled and loaded.
+    """The functions that :func:`write` was given, with tensors of no numbers in place of the captured ones,
+    and the keyword that names them to the operators, once they are compiled and loaded.
 
     Raises:
-        ValueError: it is no such text.
-        CompilerError: it cannot be compiled here.
+        ValueError: it is no text of :func:`write`.
+        CompilerError: the functions cannot be compiled here.
     """
     try:
         traced = _read(json.loads(text))

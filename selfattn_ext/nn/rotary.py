@@ -147,8 +147,8 @@ def apply_rotary(
         for name, part in factors._asdict().items():
             if not isinstance(part, Tensor) or not part.is_floating_point() or part.shape != factors[0].shape:
                 raise TypeError(
-                    "positions must be a tensor, or two float tensors of one shape as rotary_factors returns "
-                    f"them, but {name} is {checks.described(part)}"
+                    "positions must be a tensor, or two float tensors of one shape, as from rotary_factors, "
+                    f"but {name} is {checks.described(part)}"
                 )
     else:
         raise TypeError(f"positions must be a tensor or what rotary_factors returns, got {_kind(positions)}")

@@ -1,7 +1,7 @@
-"""Under batch_invariant() a row has the same bits alone, in a chunk of any size, and in the whole prompt.
+"""batch_invariant(): a row has the same bits alone, in a chunk of any size, and in the prompt.
 
-The judge is the prompt as one call. That results are right is for test_a_pair_of_options, in which few
-queries are computed as many are.
+The judge is the prompt as one call. test_a_pair_of_options shows that results are right if few queries are
+computed as many are.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from selfattn_ext import (
 )
 from selfattn_ext.arguments import forced_kernel
 
-#: Chunks around the widths of vectors, strips, tiles and blocks of keys, and around the number of queries
-#: that is computed as few.
+#: Chunks around the widths of vectors, strips, tiles and blocks of keys, and around the largest number of
+#: queries that count as few.
 SIZES = (*range(1, 14), 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
 SOME_SIZES = (1, 4, 5, 33)
 if forced_kernel.current():
-    SOME_SIZES = (33,)  # in the emulator of CUDA, which takes its time; MIXED has small ones
+    SOME_SIZES = (33,)  # for the emulator of CUDA, which is slow; MIXED has small sizes
 
 
 def ends_of(size: int) -> list[int]:
     return [*range(size, LENGTH, size), LENGTH]
 
 
-#: Where prompts are cut whose chunks have unlike sizes.
+#: The cuts of prompts whose chunks differ in size.
 MIXED = (1, 3, 8, 24, 25, 88, 93, 94, 96, 100, 131, LENGTH)
 
 
@@ -58,7 +58,7 @@ class Arithmetic:
         return str(self.dtype)[6:] + ("" if self.precision == "highest" else f"-{self.precision}")
 
 
-#: A different number of bfloat16 pieces each, where an instruction set has pieces.
+#: On instruction sets with bfloat16 pieces, each of these takes a different number of pieces.
 ARITHMETICS = [
     Arithmetic(torch.float64),
     Arithmetic(torch.float32),
@@ -93,8 +93,8 @@ def test_a_chunk_of_any_size(isa: str, arithmetic: Arithmetic) -> None:
 
 def masks() -> dict[str, Tensor]:
     seen = torch.rand(1, HEADS, LENGTH, LENGTH) < 0.7
-    seen[..., 70:75, :] = False  # rows that see nothing
-    seen[..., 64:128] &= torch.arange(LENGTH).reshape(-1, 1) % 5 == 0  # blocks that few of a strip see
+    seen[..., 70:75, :] = False  # these rows see nothing
+    seen[..., 64:128] &= torch.arange(LENGTH).reshape(-1, 1) % 5 == 0  # few rows of a strip see these keys
     added = torch.randn(1, HEADS, LENGTH, LENGTH)
     return {
         "bool": seen,
@@ -103,7 +103,7 @@ def masks() -> dict[str, Tensor]:
     }
 
 
-#: Every option, and dims of every kind.
+#: Every option, with head dims of every kind.
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "window": lambda: {"window_size": (37, -1)},
     "softcap": lambda: {"softcap": 3.0},
@@ -136,17 +136,17 @@ def test_options_together(isa: str, arithmetic: Arithmetic) -> None:
 
 
 def hidden_nan(it: Prompt) -> None:
-    """Rows before them do not see them, rows of the same strips and blocks do."""
+    """Puts NaN where earlier rows do not see it, but rows of the same strips and blocks do."""
     it.value[:, :, 70], it.value[:, :, 130], it.key[:, :, 97] = torch.nan, torch.inf, torch.nan
 
 
 def overflowing(it: Prompt) -> None:
-    """Sums of some rows overflow, whose means do not."""
+    """Makes sums of some rows overflow whose means do not."""
     it.value[:, :, 20:60] = torch.finfo(it.value.dtype).max
 
 
 def large_scores(it: Prompt) -> None:
-    """Maxima that move by more than a weight can be, and queries that have no pieces."""
+    """Makes maxima move by more than a weight can be, and queries that have no pieces."""
     it.key.mul_(torch.linspace(0.1, 20.0, LENGTH).reshape(-1, 1))
     if it.query.dtype != torch.float16:
         it.query[:, :, 40:44] *= 1e22
@@ -154,7 +154,7 @@ def large_scores(it: Prompt) -> None:
 
 
 def vanishing(it: Prompt) -> None:
-    """Sums that rescaling makes -0, once maxima have risen behind the only value."""
+    """Makes sums that rescaling turns into -0, as maxima rise after the only value."""
     it.query.fill_(1.0)
     it.key.copy_(torch.linspace(0, 1.2, LENGTH).reshape(-1, 1).expand_as(it.key))
     numbers = torch.finfo(it.value.dtype)
@@ -192,7 +192,7 @@ def test_distances_beyond_the_integers_of_float32(isa: str) -> None:
 
 
 def test_keys_behind_the_last_one_that_a_row_sees(isa: str, dtype: torch.dtype) -> None:
-    """A call may have any number of keys that the causal rule hides."""
+    """Keys that the causal rule hides change no bit, however many a call has."""
     it = prompt(dtype)
     out, _, lse = it.attend(40, 45)
     for keys in (46, 63, 64, 65, 128, LENGTH):
@@ -202,7 +202,7 @@ def test_keys_behind_the_last_one_that_a_row_sees(isa: str, dtype: torch.dtype) 
 
 
 def paged(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """A cache (B, Hk, capacity, E) in pages in no order, and their table; what was not in it is NaN."""
+    """Copies a cache (B, Hk, capacity, E) to shuffled pages, NaN elsewhere; returns them and their table."""
     batch, heads, capacity, width = cache.shape
     of_sequence = -(-capacity // size)
     pages = torch.full((batch * of_sequence, heads, size, width), torch.nan, dtype=cache.dtype)
@@ -217,7 +217,7 @@ def paged(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("page_size", [None, 1, 7, 16, 64, 100])
 def test_caches_of_unlike_lengths(page_size: int | None, isa: str, dtype: torch.dtype) -> None:
-    """Two sequences whose steps append a chunk each, at their own places."""
+    """The steps of two sequences append a chunk to each, at different positions."""
     first, second = prompt(dtype), prompt(dtype)
     it = Prompt(
         *(torch.cat(pair) for pair in zip(*((p.query, p.key, p.value) for p in (first, second)), strict=True))
@@ -225,7 +225,7 @@ def test_caches_of_unlike_lengths(page_size: int | None, isa: str, dtype: torch.
     whole = [p.attend(0, LENGTH) for p in (first, second)]
     for begins, size in (((30, 0), 1), ((100, 3), 4), ((64, 129), 17), ((90, 60), 64)):
         lengths = torch.tensor(begins)
-        # Behind the keys of each sequence there are those of others, or of nobody.
+        # Beyond the keys of each sequence the cache is NaN.
         caches = it.key.clone(), it.value.clone()
         for cache in caches:
             for b, begin in enumerate(begins):
@@ -249,7 +249,7 @@ def test_caches_of_unlike_lengths(page_size: int | None, isa: str, dtype: torch.
 
 
 def test_packed_chunks(isa: str, dtype: torch.dtype) -> None:
-    """Chunks of unlike sizes in one call, as a server has them that decodes and prefills at once."""
+    """One call has chunks of different sizes, as in a server that decodes and prefills at once."""
     it = prompt(dtype)
     out, _, lse = it.attend(0, LENGTH)
     chunks = [(LENGTH - 1, LENGTH), (0, 1), (20, 24), (20, 25), (0, 0), (5, 70), (0, LENGTH), (128, 145)]
@@ -279,7 +279,7 @@ def test_packed_chunks(isa: str, dtype: torch.dtype) -> None:
 
 
 def test_a_decoder_that_prefills_in_chunks(isa: str) -> None:
-    """KVCache, packed steps: one sequence decodes while another's prompt comes in chunks."""
+    """In packed steps on a KVCache, one sequence decodes while another's prompt comes in chunks."""
     first, second = prompt(torch.float32), prompt(torch.float32)
     whole = [p.attend(0, LENGTH)[0] for p in (first, second)]
     cache = KVCache(
@@ -336,7 +336,7 @@ def test_a_pair_of_options(case: Case, isa: str) -> None:
 
 @pytest.mark.cpu_only(reason="the reason is how the CPU decodes")
 def test_fast_ways_are_taken_without_it(isa: str, dtype: torch.dtype) -> None:
-    """Or else nobody would need it: one query is computed by other sums than many."""
+    """Otherwise the setting would not be needed: one query is computed by other sums than many."""
     it = prompt(dtype)
     with batch_invariant(False):
         out = it.attend(0, LENGTH)[0]
@@ -348,6 +348,6 @@ def test_fast_ways_are_taken_without_it(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.cpu_only(reason="instruction sets of a CPU")
 @pytest.mark.parametrize("queries", [1, 16, 200])
 def test_one_instruction_set_takes_all(queries: int, isa: str) -> None:
-    """explain() tells what computes, which without it depends on the number of queries."""
+    """explain() names the kernel, which without the setting depends on the number of queries."""
     query = key = value = torch.randn(1, 1, queries, 64).bfloat16()
     assert backends.explain(query, key, value).isa == isa

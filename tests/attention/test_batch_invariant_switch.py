@@ -1,4 +1,4 @@
-"""How batch_invariant() is asked for, and for whom and how long it then holds."""
+"""The switch batch_invariant(): how it is set, for whom, and for how long."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_is_a_function_and_a_context() -> None:
         with later:
             assert batch_invariance.asked
         assert not batch_invariance.asked
-    assert batch_invariance.asked  # of the fixture
+    assert batch_invariance.asked  # the fixture has set it
     with pytest.raises(TypeError, match="enabled must be a bool, but it is a int"):
         batch_invariant(1)  # type: ignore[arg-type]
     assert batch_invariance.asked
@@ -92,7 +92,7 @@ def test_a_compiled_graph_follows_it() -> None:
 
 
 def rows_of(attend: Callable[[Tensor], Tensor], it: Prompt, on: bool) -> Tensor:
-    """A single row, which is decoded unless all rows are to be alike."""
+    """Computes a single row, which is decoded unless the setting is on."""
     with batch_invariant(on):
         return attend(it.query[:, :, 7:8])
 
@@ -110,7 +110,7 @@ def test_a_wrong_value_in_the_environment(run_python: Callable[..., str]) -> Non
 
 
 def test_every_kernel_declares_it() -> None:
-    """One that did not would refuse calls under it by name: Note [Declared options] in core/options.h."""
+    """A kernel that did not would refuse calls with the setting: Note [Declared options], core/options.h."""
     extension = library.extension()
     for row in [*extension.kernel_table(), *extension.cuda_kernel_table(90)]:
         assert "batch_invariant" in row["options"], row["name"]

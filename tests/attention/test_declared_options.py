@@ -1,8 +1,8 @@
-"""No kernel ignores an option: each option of the operators' schema changes what each kernel computes.
+"""Declared options: each option of the operators' schema changes what each kernel computes.
 
-The options are read from the schema, so that a new one without a line in CHANGES fails here, and so does one
-that some kernel, or a shortcut inside a kernel for few queries, for packed sequences or for caches, does not
-apply. That results are right is for other tests.
+The options are read from the schema, so a new one without a line in changes() fails here. So does one that
+some kernel ignores, or a shortcut inside a kernel for few queries, packed sequences or caches. Other tests
+show that results are right.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from selfattn_ext import backends
 from selfattn_ext.build import library
 
 BATCH, HEADS, KV_HEADS, KEYS, HEAD_DIM, VALUE_DIM, PAGE = 2, 4, 2, 40, 24, 16, 10
-#: Calls that kernels compute in ways of their own: one query, as in decoding, a few, and many.
+#: Numbers of queries that kernels compute in different ways: one, as in decoding, a few, and many.
 QUERIES = (1, 3, 37)
 DTYPES = (torch.float32, torch.bfloat16)
 SCALE = 0.4
 
-#: Only some kernels have them: the option that those declare.
+#: Options that only some kernels have -> the option that these kernels declare.
 DECLARED = {
     "score_function": "score_function",
     "captured": "score_function",
@@ -34,18 +34,18 @@ DECLARED = {
     "block_map": "block_map",
     "block_size": "block_map",
 }
-#: Not judged by results: who computes, and how exactly at least. Unknown names are refused.
+#: Options that are not judged by results: the kernel, and the least precision. Unknown names are refused.
 NAMES = ("kernel_name", "float32_precision")
-#: Not judged by results either, as it promises something about them: see test_batch_invariant.py.
+#: This one promises something about results, which test_batch_invariant.py checks.
 PROMISES = ("batch_invariant",)
-#: Only results of the operators' own. These are judged by the gradient that they are about.
+#: Options that ask for results; they are judged by the gradient that these serve.
 NEEDS = ("need_residual", "need_weights", "need_mask_grad")
 
 Options = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """A call without an option, or with a value of it, and what is to be added for another result."""
+    """A call without an option, or with one value of it, and what is added to get another result."""
 
     before: Options
     added: Options
@@ -60,11 +60,11 @@ def head_numbers() -> Tensor:
 
 
 def changes(queries: int) -> dict[str, Change]:
-    """For each option of the schema two calls with that many queries per sequence, on equal tensors."""
+    """Returns two calls for each option of the schema, on equal tensors, with ``queries`` per sequence."""
     offset: Options = {"query_offset": 20}
     seed: Options = {"dropout_p": 0.5, "dropout_seed": integers(1)}
     mask = torch.randn(BATCH, HEADS, queries, KEYS)
-    # Two sequences of unlike lengths in the rows of one: see inputs().
+    # Two sequences of different lengths are in the rows of one batch element: see inputs().
     packed_q: Options = {
         "cu_seqlens_q": integers(0, queries, 2 * queries + 1),
         "max_seqlen_q": queries + 1,
@@ -109,10 +109,10 @@ def changes(queries: int) -> dict[str, Change]:
         "captured_numbers": Change(cap, {"captured_numbers": [0.3]}),
         "block_map": Change({}, {"block_map": blocks, "block_size": [16, 16]}),
         "block_size": Change({"block_map": blocks, "block_size": [16, 16]}, {"block_size": [16, 9]}),
-        # The longest lengths: what is longer is refused.
+        # A sequence longer than these is refused.
         "max_seqlen_q": Change(packed, {"max_seqlen_q": queries}),
         "max_seqlen_k": Change(packed, {"max_seqlen_k": KEYS}),
-        # Of the backward.
+        # These are options of the backward.
         "out_residual": Change({}, {"out_residual": ...}),
         "grad_row": Change({}, {"grad_row": ...}),
         "grad_weights": Change({}, {"grad_weights": ...}),
@@ -123,7 +123,7 @@ LONGEST = ("max_seqlen_q", "max_seqlen_k")
 
 
 def options_of(operator: Any) -> list[str]:
-    """The names of an operator's options in its schema."""
+    """Returns the names of an operator's options in its schema."""
     return [argument.name for argument in operator.default._schema.arguments if argument.kwarg_only]
 
 
@@ -132,7 +132,7 @@ def operator(name: str) -> Any:
 
 
 def call(name: str, *arguments: Any, **options: Any) -> Any:
-    """The operator on the kernel that is forced, which is otherwise for the public functions to say."""
+    """Calls the operator on the forced kernel, which public functions would pass to it."""
     return operator(name)(*arguments, **{"kernel_name": backends.forced_kernel(), **options})
 
 
@@ -143,7 +143,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(queries: int, dtype: torch.dtype, options: Options) -> Inputs:
-    """Tensors in the layout that the options ask for."""
+    """Draws tensors in the layout that the options ask for."""
     query = torch.randn(BATCH, HEADS, queries, HEAD_DIM)
     key = torch.randn(BATCH, KV_HEADS, KEYS, HEAD_DIM)
     value = torch.randn(BATCH, KV_HEADS, KEYS, VALUE_DIM)
@@ -185,7 +185,7 @@ def backward(tensors: Inputs, of_forward: tuple[Tensor, ...], options: Options) 
 
 
 def refused(name: str, run: Callable[[], Any]) -> bool:
-    """Whether the forced kernel does not declare the option; then it refuses a call that uses it."""
+    """Tells whether the forced kernel does not declare the option, and checks that it refuses it then."""
     declaration = DECLARED.get(name)
     if declaration is None:
         return False
@@ -237,21 +237,21 @@ def test_forward_applies_every_option(kernel: str, dtype: torch.dtype, queries: 
 
 
 def test_weights_apply_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
-    """With equal statistics of rows, so that nothing of the forward's is mistaken for the weights'."""
+    """Both calls get the same row statistics, so that no effect on the forward is mistaken for one here."""
     for name, before, after in pairs("attention_weights", queries):
         tensors = inputs(queries, dtype, before)
         if refused(name, partial(forward, tensors, after)):
             continue
         _, row_max, row_sum, _ = forward(tensors, before)
         if name == "sinks":
-            # They are in the statistics, and nowhere else.
+            # Sinks act only through the statistics.
             continue
         first, second = (weights(tensors, (row_max, row_sum), options) for options in (before, after))
         assert differ(first, second), f"attention_weights ignores {name}"
 
 
 def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
-    """With equal results of the forward. Caches have no gradients."""
+    """Both calls get the same results of the forward. Caches have no gradients."""
     for name, before, after in pairs("attention_backward", queries):
         tensors = inputs(queries, dtype, before)
         if refused(name, partial(forward, tensors, after)):
@@ -285,7 +285,7 @@ def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries:
 
 
 def test_steps_on_a_cache_apply_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
-    """One new key for each sequence: the operator appends, then attends."""
+    """The operator appends one new key to each sequence, then attends."""
     for name, before, after in pairs("attention_with_cache", queries):
         if {"cu_seqlens_k", "mask_shapes"} & after.keys():
             continue  # refused: keys and values are a cache
@@ -309,7 +309,7 @@ def test_steps_on_a_cache_apply_every_option(kernel: str, dtype: torch.dtype, qu
         assert differ(*results), f"attention_with_cache ignores {name}"
 
 
-@pytest.mark.cpu_only(reason="on a GPU nobody looks at offsets on the way; kernels limit them")
+@pytest.mark.cpu_only(reason="on a GPU operators do not check offsets; kernels limit them")
 @pytest.mark.parametrize("name", LONGEST)
 def test_a_sequence_longer_than_the_longest_is_refused(name: str) -> None:
     before, added = changes(3)[name]

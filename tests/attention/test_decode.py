@@ -1,4 +1,4 @@
-"""Up to four queries per head: the path that reads keys and values once for all heads of a group."""
+"""Decoding: up to four queries per head, with keys and values read once per group of heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selfattn_ext import attention_weights, scaled_dot_product_attention
 
-#: More than a chunk of keys and no multiple of any block.
+#: More than a chunk of keys, and not a multiple of any block.
 LONG = 1093
 
 DECODE = Case(batch=1, heads=2, kv_heads=2, queries=1, keys=70, head_dim=16, value_dim=16)
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("head_dim", [1, 15, 16, 17, 31, 64, 80, 128, 200])
 def test_head_dims(head_dim: int, dtype: torch.dtype, isa: str) -> None:
     check(replace(DECODE, head_dim=head_dim, value_dim=head_dim, dtype=dtype))
-    # Not those of each other, and every number of vectors at the end of a row of values.
+    # The two dims differ, and rows of values end with every number of vectors.
     value_dim = 200 - head_dim + 3
     check(replace(DECODE, queries=2, head_dim=head_dim, value_dim=value_dim, dtype=dtype, layout="offset"))
 
@@ -83,7 +83,7 @@ def test_threads(options: str, dtype: torch.dtype, one_thread: None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [5, 20, 64])
 def test_a_row_does_not_depend_on_its_company(head_dim: int, dtype: torch.dtype, isa: str) -> None:
-    """Neither on the heads that share its keys nor on the other queries, the batch or the layout."""
+    """A row depends neither on heads that share its keys nor on other queries, the batch or the layout."""
     case = Case(
         batch=2,
         heads=15,
@@ -122,7 +122,7 @@ def test_hidden_keys_leave_no_trace(junk: float, options: str, dtype: torch.dtyp
     )
     tensors = case.inputs()
     clean = results(case, tensors)
-    # What no query of the group sees; a key seen by some query is one that others must not notice.
+    # Only keys that no query of the group sees get junk; the next test is about keys that some queries see.
     weights = replace(case, weights=True, mask=case.mask).run(tensors)["weights"]
     hidden = (weights == 0).reshape(1, 2, 3, 2, LONG).all(dim=(2, 3))
     if options == "bool mask":
@@ -159,7 +159,7 @@ def test_a_key_hidden_from_one_query_only(junk: float, isa: str) -> None:
     "names", [*([name] for name in OPTIONS), ["softcap", "alibi", "mask per row"]], ids=str
 )
 def test_the_passes_agree_on_a_score_to_the_bit(names: list[str], dtype: torch.dtype, isa: str) -> None:
-    """With one key, the softmax is 1 for the very score that the forward has found, and nothing else."""
+    """With one key, the softmax is exactly 1 only if the pass recomputes the forward's score to the bit."""
     options = {name: value for option in names for name, value in OPTIONS[option].items()}
     options |= {"query_offset": min(options.get("query_offset", 0), 5), "sinks": False, "dropout_p": 0.0}
     case = Case(
@@ -184,7 +184,7 @@ def test_infinite_queries_and_keys_are_those_of_the_formula(isa: str) -> None:
 
 
 def test_nothing_outside_the_rows_is_read(isa: str) -> None:
-    """What lies between the rows is NaN, and a row is as short as a vector or shorter."""
+    """The memory between the rows is NaN, and a row is as short as a vector or shorter."""
     for head_dim in (3, 7, 9, 18):
         for dtype in DTYPES:
             room = torch.full((1, 2, 40, head_dim + 5), torch.nan, dtype=dtype)
@@ -199,19 +199,19 @@ def test_nothing_outside_the_rows_is_read(isa: str) -> None:
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_rows_without_elements_that_all_lie_in_one_place(queries: int, isa: str) -> None:
-    """A step of no bytes is not a row's length of none."""
+    """A stride of 0 bytes must not be mistaken for a row of 0 bytes."""
     query, key = torch.randn(1, 4, queries, 8), torch.randn(1, 2, 300, 8)
     nothing = torch.empty(1, 2, 1, 0).expand(1, 2, 300, 0)
     out = scaled_dot_product_attention(query, key, nothing, enable_gqa=True)
     assert out.shape == (1, 4, queries, 0)
-    # Scores of nothing are 0: the mean of the values.
+    # Scores of empty products are 0, so the output is the mean of the values.
     value = torch.randn(1, 2, 300, 4)
     out = scaled_dot_product_attention(query[..., :0], nothing, value, scale=1.0, enable_gqa=True)
     mean = value.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
     torch.testing.assert_close(out, mean)
 
 
-#: Keys, head dim and width of the values of long runs of rows.
+#: (keys, head dim, value dim) of long runs of rows.
 RUNS = ((LONG, 64, 192), (514, 128, 64), (515, 192, 96))
 GROUPS = (2, 4, 8, 13)
 
@@ -219,8 +219,8 @@ GROUPS = (2, 4, 8, 13)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 def test_rows_without_gaps_meet_queries_in_another_order(group: int, dtype: torch.dtype, isa: str) -> None:
-    """Long runs of rows, and the same with gaps between them: the same bits. Every run with each group and
-    dtype; test_any_group_dtype_and_run has all three together.
+    """Long runs of rows give the same bits with and without gaps between them. Every run meets each group
+    and each dtype; test_any_group_dtype_and_run has all combinations of the three.
     """
     check_runs(group, dtype, [RUNS[(GROUPS.index(group) + DTYPES.index(dtype)) % len(RUNS)]])
 

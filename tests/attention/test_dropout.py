@@ -1,4 +1,4 @@
-"""Dropout: the documented pattern to the bit, its laws, and where its randomness comes from."""
+"""Dropout: the documented pattern to the bit, its statistics, and its source of randomness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_weights_are_dropped_as_documented(p: float, dtype: torch.dtype, kernel:
     assert torch.equal(dropped != 0, keep & (plain != 0))
     factor = 1 / (1 - p) if p < 1 else 0.0
     expected = torch.where(keep, plain.double() * factor, 0.0)
-    # Exact but for two roundings: that of the plain weight, and that of the product.
+    # The weights are exact except for two roundings, of the plain weight and of the product.
     torch.testing.assert_close(dropped.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
@@ -41,7 +41,9 @@ def test_results_and_gradients(p: float, kernel: str) -> None:
 
 
 def test_gradients_of_a_number_for_all_pairs(kernel: str) -> None:
-    """What few weights of 1 / (1 - p) leave over from all rows: as large as their rounding errors, or 0."""
+    """A mask of one number for all pairs has a gradient that sums over all rows. With few weights, each of
+    1 / (1 - p), it is as small as its rounding errors, or 0.
+    """
     shape = Case(batch=3, heads=8, kv_heads=4, queries=130, keys=200, head_dim=64, value_dim=16)
     for seed in range(3):
         check(replace(shape, mask="float number", sinks=seed % 2, dropout_p=0.99, seed=seed))
@@ -76,7 +78,7 @@ def test_rate_and_mean() -> None:
     plain, dropped = attention_weights(query, key), attention_weights(query, key, dropout_p=0.3)
     assert float((dropped == 0).double().mean()) == pytest.approx(0.3, abs=0.01)
     assert float(dropped.sum()) == pytest.approx(float(plain.sum()), rel=0.02)
-    # Heads, batches and rows have patterns of their own.
+    # Heads, batch elements and rows have different patterns.
     zero = dropped == 0
     for first, second in ((zero[0], zero[1]), (zero[:, 0], zero[:, 1]), (zero[:, :, 0], zero[:, :, 1])):
         assert not torch.equal(first, second)
@@ -92,7 +94,7 @@ def test_no_dropout_draws_nothing() -> None:
 @pytest.mark.parametrize("queries", [1, 30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_part_of_a_pattern(dtype: torch.dtype, queries: int, kernel: str) -> None:
-    """A seed of five numbers: what the first batch element, head, query and key of a call count as."""
+    """A seed of five numbers says what a call's first batch element, head, query and key count as."""
     batch, heads, first_query, keys, p = 1, 1, 7, 40, 0.4
     whole = reference.dropout_keep(dropout_seed(3), p, (3, 4, 40, 150))
     keep = whole[batch:, heads:, first_query : first_query + queries, keys:]
@@ -134,7 +136,7 @@ def test_a_part_of_a_pattern(dtype: torch.dtype, queries: int, kernel: str) -> N
     ],
     ids=["two", "a row", "every second", "int32", "negative", "large", "key"],
 )
-@pytest.mark.cpu_only("nobody reads positions on a GPU, which would wait for it")
+@pytest.mark.cpu_only("positions are not read on a GPU, as that would wait for it")
 def test_seeds_that_are_refused(seed: torch.Tensor, message: str) -> None:
     query = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ValueError, match=message):

@@ -85,7 +85,7 @@ def test_decoding(shape: tuple[int, ...], device: str) -> None:
 
 
 def test_strides_of_what_has_no_elements() -> None:
-    """torch calls such tensors contiguous and copies none of them."""
+    """torch calls tensors without elements contiguous, and copies none of them."""
     rows, no_rows = torch.randn(2, 3, 8), torch.randn(8, 3, 2).permute(2, 1, 0)[:, :0]
     assert no_rows.stride(-1) > 1
     assert scaled_dot_product_attention(no_rows, rows, rows).shape == (2, 0, 8)
@@ -152,7 +152,7 @@ def test_layouts(layout: str, dtype: torch.dtype, isa: str) -> None:
 
 
 def test_layouts_mixed_and_masked() -> None:
-    """Each input in a layout of its own; masks with every stride."""
+    """Each input has a layout of its own, and masks have every stride."""
     query = torch.randn(2, 9, 3, 8).transpose(1, 2)
     key = torch.randn(1, 3, 11, 8).expand(2, -1, -1, -1)
     value = torch.randn(2, 3, 8, 11).mT

@@ -1,4 +1,4 @@
-"""Bad input: an error that names the argument, what was given and what is allowed, and nothing else."""
+"""Errors for bad input, which name the argument, what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta")
 
 
-#: name -> (changed arguments, exception, words of the message).
+#: name -> (changed arguments, exception, words in the message).
 BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "head dims": (
         {"key": KEY[..., :7]},
@@ -190,7 +190,7 @@ def test_bad_argument(name: str, requires_grad: bool) -> None:
     for key, copy in copies.items():
         if copy.layout == torch.strided and not copy.is_quantized:
             assert torch.equal(arguments[key], copy)
-    # The next call is none the worse.
+    # The next call is not affected.
     assert scaled_dot_product_attention(QUERY, KEY, VALUE).isfinite().all()
 
 
@@ -288,7 +288,7 @@ def test_sizes_whose_product_overflows() -> None:
 
 
 def test_allocation_failure() -> None:
-    # On CUDA the error, and the words, are those of torch's allocator.
+    # On CUDA the error and its words are those of torch's allocator.
     error, words = (MemoryError, "not enough memory for ")
     if gpu.DEVICE != "cpu":
         error, words = torch.OutOfMemoryError, "out of memory|"
@@ -331,7 +331,7 @@ NO_MEMORY: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", NO_MEMORY)
 def test_weights_without_memory_are_refused_before_anything_is_computed(name: str) -> None:
     error: Any = torch.OutOfMemoryError if gpu.DEVICE != "cpu" else MemoryError
-    # In a graph it is the operator that lacks memory, on any device.
+    # In a graph the operator itself reports the lack of memory, on any device.
     also = {"formula": RuntimeError, "graph": MemoryError}.get(name, error)
     with pytest.raises((error, also), match="memory"):
         NO_MEMORY[name]()
@@ -356,7 +356,7 @@ def test_sizes_of_weights_whose_product_overflows() -> None:
         lambda: torch.func.jvp(attention_weights, (long, long), (long, long)),
         lambda: masked_softmax(row.expand(1, 1, 2**31, 2**31)),
         lambda: attention_scores(long, long),
-        # Batch and heads.
+        # These broadcast to too many batch elements and heads.
         lambda: scaled_dot_product_attention(row.expand(2**40, 1, 1, 1), *[row.expand(1, 2**40, 1, 1)] * 2),
         lambda: attention_scores(row.expand(2**40, 1, 1, 1), row.expand(1, 2**40, 1, 1)),
     ):
@@ -365,7 +365,7 @@ def test_sizes_of_weights_whose_product_overflows() -> None:
 
 
 def test_allocation_failure_of_a_copy() -> None:
-    """Gradients that torch has expanded are made dense; the operators call its lack of memory by its name."""
+    """Gradients that torch has expanded are made dense; the error names the copy that lacks memory."""
     row, one = torch.ones(1, 1, 1, 8), torch.ones(1)
     long = row.expand(1, 1, 2**39, 8)
     rows = one.expand(1, 1, 2**39)
@@ -375,7 +375,7 @@ def test_allocation_failure_of_a_copy() -> None:
         ops.attention_backward(long, long, row, row, long, rows, rows, 1.0)
 
 
-# What the Python functions never pass on, the operators refuse themselves.
+# The operators refuse by themselves what the Python functions never pass to them.
 F = {"query": QUERY, "key": KEY, "value": VALUE, "scale": 1.0}
 OUT, ROW_MAX, ROW_SUM, _ = ops.attention_forward(**F)
 B = {"grad_out": OUT, "out": OUT, "row_max": ROW_MAX, "row_sum": ROW_SUM, **F}

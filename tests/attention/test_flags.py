@@ -1,4 +1,4 @@
-"""Flags are True or False and numbers are neither, in every public function, as in those of torch."""
+"""Types of flags and numbers: no public function takes a bool for a number or a number for a bool."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
 }  # fmt: skip
 
 TRUTHS = (True, False, np.bool_(True), torch.tensor(True))
-#: What a number may not be; None where it stands for no default.
+#: Values that are not numbers; None is left out where it stands for a default.
 NO_NUMBERS = (*TRUTHS, "1", None)
 HUGE = (10**400, -(10**5000))
 
@@ -160,7 +160,7 @@ def asked_of_shapes(query: Tensor, factor: float) -> Any:
 
 
 def test_symbols_of_a_compiler() -> None:
-    """A comparison of sizes is no bool while a compiler traces it."""
+    """While a compiler traces a comparison of sizes, its result is a symbol, not a bool."""
     torch._dynamo.reset()
     compiled = torch.compile(asked_of_shapes, backend="eager", fullgraph=True, dynamic=True)
     for length in (5, 4, 6):

@@ -1,4 +1,4 @@
-"""What the public functions take and return: shapes, broadcasting, layouts, autocast, conversions."""
+"""Arguments and results of public functions: shapes, broadcasting, layouts, autocast, conversions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from selfattn_ext import (
     scaled_dot_product_attention,
 )
 
-# Thousands of tiny steps, which several threads only slow down.
+# There are thousands of tiny steps, which several threads only slow down.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -119,7 +119,7 @@ def test_causal_bias(make, lengths: tuple[int, int]) -> None:
     seen = torch.ones(lengths, dtype=torch.bool).tril(offset)
     out = scaled_dot_product_attention(query, key, value, bias)
     torch.testing.assert_close(out, reference.attention(query, key, value, seen).out)
-    # Together with rules that count positions, which a mask does not move.
+    # These rules use positions, which the mask must not move.
     for options in ({"window_size": (2, 3)}, {"is_causal": True}, {"alibi_slopes": torch.rand(2)}):
         if offset < 0 and "is_causal" not in options:
             with pytest.raises(ValueError, match="CausalBias"):
@@ -198,7 +198,7 @@ def test_output_has_the_layout_of_the_query(dtype: torch.dtype) -> None:
     assert scaled_dot_product_attention(dense, key, value).is_contiguous()
     expanded = dense[:, :1].expand(-1, 3, -1, -1)
     assert scaled_dot_product_attention(expanded, dense, dense).is_contiguous()
-    # The layout of multi-head modules: (L, B, H * E) seen as heads.
+    # Multi-head modules have this layout: (L, B, H * E), viewed as heads.
     merged = torch.randn(7, 2, 24, dtype=dtype).view(7, 6, 8).transpose(0, 1)
     assert scaled_dot_product_attention(merged, merged, merged).transpose(0, 1).is_contiguous()
 
@@ -243,7 +243,7 @@ def test_autocast(mask_dtype: torch.dtype | None) -> None:
         peer = F.scaled_dot_product_attention(*tensors, mask)
         assert attention_scores(*tensors[:2]).dtype == torch.bfloat16
         assert attention_weights(*tensors[:2]).dtype == torch.bfloat16
-        # Mixed by an earlier cast of one of them, as projections under autocast leave them.
+        # Dtypes are mixed if one tensor has been cast earlier, as projections under autocast do.
         mixed = scaled_dot_product_attention(tensors[0].bfloat16(), *tensors[1:], mask)
     assert out.dtype == peer.dtype == torch.bfloat16
     assert torch.equal(mixed, out)

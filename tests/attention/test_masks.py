@@ -1,4 +1,4 @@
-"""Who sees whom: rows that see nothing, hidden NaN, large negative masks, masks that are never expanded."""
+"""Masks: rows that see nothing, hidden NaN, large negative numbers, broadcasts without expanding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rows_that_see_nothing(hide: str, dtype: torch.dtype, kernel: str) -> No
     grads = torch.autograd.grad((out, weights, lse), (query, key, value), cotangents, retain_graph=True)
     assert all(grad.isfinite().all() for grad in grads)
     assert not grads[0][:, :, blind].any()
-    # Nothing that belongs to these rows turns up anywhere else.
+    # The gradients of these rows have no influence on anything else.
     for cotangent in cotangents:
         cotangent[:, :, blind] = 100.0
     again = torch.autograd.grad((out, weights, lse), (query, key, value), cotangents)
@@ -86,7 +86,7 @@ def test_sink_of_a_row_that_sees_nothing(kernel: str) -> None:
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize("hide", [*HIDING, "causal", "window", "offset"])
 def test_hidden_keys_have_no_influence(hide: str, junk: float, kernel: str) -> None:
-    """The same bits as with harmless numbers there, in the results and in all gradients."""
+    """Results and all gradients have the same bits as with harmless numbers in the hidden keys."""
     queries, keys = 50, 140
     hidden = torch.zeros(keys, dtype=torch.bool)
     if hide in HIDING:
@@ -133,7 +133,7 @@ def test_partly_hidden_nan_stays_in_the_rows_that_see_it(kernel: str) -> None:
 
 @pytest.mark.parametrize("junk", [torch.nan, -torch.inf, torch.inf])
 def test_keys_hidden_from_a_nan_row_get_no_gradient_of_it(junk: float, kernel: str) -> None:
-    """Whether the junk that a query sees is near the key that it does not see, or far before or behind it."""
+    """The junk that a query sees may be near the key that it does not see, or far before or after it."""
     query, key, value = (torch.randn(1, 1, length, 64) for length in (8, 700, 700))
     for at, hidden in ((3, 90), (3, 650), (650, 3)):
         points = [query.clone(), key.clone(), value.clone()]
@@ -150,7 +150,7 @@ def test_keys_hidden_from_a_nan_row_get_no_gradient_of_it(junk: float, kernel: s
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
 def test_junk_in_a_query_that_sees_nothing(junk: float, kernel: str) -> None:
-    """Padded queries: their rows are zeros, and keys get no gradient from them."""
+    """The rows of padded queries are zeros, and keys get no gradient from them."""
     query, key, value = (tensor.detach() for tensor in qkv(50, 70, torch.float32))
     seen = torch.ones(50, 1, dtype=torch.bool)
     seen[[2, 31, 49]] = False
@@ -198,7 +198,7 @@ def test_rows_of_the_least_number_are_averages(
     mask[4, :50] = torch.finfo(mask.dtype).min
     out, weights = scaled_dot_product_attention(query, key, value, mask, return_weights=True)
     if mask.dtype != torch.float16:
-        # Seventy times as large, so that the bound is relative to each weight.
+        # The weights are multiplied by 70, so that the bound is relative to each weight.
         uniform = torch.ones(2, 2, 70, dtype=torch.float64)
         assert_accurate("weights", weights[:, :, 2].detach().double() * 70, uniform, dtype=dtype)
         assert_accurate("out", out[:, :, 2].detach(), value.detach().double().mean(2))
@@ -214,7 +214,7 @@ def test_rows_of_the_least_number_are_averages(
 
 @pytest.mark.parametrize("magnitude", [-1e30, -1e9, -1e4, 1e4, 1e9, 1e30])
 def test_normalised_at_any_magnitude(magnitude: float, kernel: str) -> None:
-    """exp(score - lse) would lose the logarithm of the row's length in the rounding of a large lse."""
+    """exp(score - lse) would lose the logarithm of the row's length when a large lse is rounded."""
     query, key, value = qkv(3, 100, torch.float32)
     mask = torch.full((3, 100), magnitude)
     _, weights = scaled_dot_product_attention(query, key, value, mask, return_weights=True)
@@ -239,7 +239,7 @@ def test_rows_of_hidden_entries_of_a_softmax(kernel: str) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest storage that an operator returns."""
+    """Records the number of elements of the largest storage that an operator returns."""
 
     elements = 0
 
@@ -257,7 +257,7 @@ def test_broadcast_masks_are_never_expanded(requires_grad: bool) -> None:
     query, key, value = (torch.randn(2, 2, length, width, requires_grad=True) for _ in range(3))
     for shape in [(length,), (length, 1), (2, 1, 1, length), (1, 2, length, 1)]:
         small = torch.randn(shape)
-        # The gradient of an expanded mask would be as large as its shape, and rightly so.
+        # The gradient of an expanded mask has to be as large as its shape.
         masks = [small.requires_grad_()] if requires_grad else [small, small.expand(2, 2, length, length)]
         for mask in masks:
             with LargestTensor() as largest:
@@ -267,7 +267,7 @@ def test_broadcast_masks_are_never_expanded(requires_grad: bool) -> None:
 
 
 def test_chunks_of_a_long_causal_sequence_with_left_padding() -> None:
-    """Offset and key padding together, as in chunked prefill."""
+    """Offset and key padding come together, as in chunked prefill."""
     query, key, value = qkv(64, 64)
     padding = torch.ones(2, 1, 1, 64, dtype=torch.bool)
     padding[0, ..., :9] = False

@@ -1,4 +1,4 @@
-"""Functions of scores and maps of blocks that operators refuse, and libraries that are none."""
+"""Functions of scores and maps of blocks that operators refuse, and files that are no libraries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_refusals() -> None:
     refusal(r"captured are \(float32\[1\]\)", captured=[torch.zeros(4)])
     refusal(r"captured are \(int64\[2\]\)", captured=[torch.zeros(4, 4, dtype=torch.int64)])
     refusal("and 0 numbers", captured_numbers=None)
-    # Whose places take more than the 32 bits that it is compiled for.
+    # The places of this tensor's elements exceed the 32 bits that the function is compiled for.
     refusal(r"captured are \(float32\[2\]\(wide\)\)", captured=[torch.zeros(2, 1).expand(2, 2**30)])
     call, many = Call("Bias", (5, 9)), 2**30 + 1
     query, key, value = (tensor[:1, :, :1] for tensor in call.tensors())
@@ -58,7 +58,7 @@ def test_refusals() -> None:
 def test_reading_beside_a_tensor_is_an_error(isa: str) -> None:
     short = Call("Bias", (5, 9))
     refusal("captured tensor", IndexError, captured=[short.captured()[0][:-2]])
-    # But not where nobody sees the score.
+    # It is no error if no query sees the score.
     shown = torch.tensor([[2, 0]], dtype=torch.uint8).reshape(1, 1, 1, 2)
     arguments = {**short.arguments(), "captured": [short.captured()[0][:-2]]}
     ops.attention_forward(*short.tensors(), SCALE, block_map=shown, block_size=(8, 4), **arguments)
@@ -100,7 +100,7 @@ def test_libraries_that_are_none(tmp_path: Any) -> None:
     for name in ("", "x" * 32):
         with pytest.raises(ValueError, match="1 to 31 characters"):
             load_score_function(name, str(text))
-    # A known name is not looked at again.
+    # A name that is already loaded is not loaded again.
     load_score_function(load("Bias", torch.float32), str(text))
 
 

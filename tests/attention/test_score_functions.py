@@ -1,5 +1,7 @@
-"""Functions of scores and maps of blocks in the kernels: functions written by hand in C++, compiled here, and
-the formula with the same functions in torch.
+"""Functions of scores and maps of blocks in the kernels.
+
+The functions are written by hand in C++ and compiled here; the judge is the formula with the same functions
+in torch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from selfattn_ext import ops, reference
 
-#: Around a strip of 8 to 64 queries, a block of 64 keys, and primes.
+#: (queries, keys) around strips of 8 to 64 queries and blocks of 64 keys, and primes.
 LENGTHS = [(1, 1), (1, 70), (3, 63), (31, 64), (32, 65), (33, 127), (47, 128), (48, 129), (49, 31), (67, 211)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TAME = [name for name in FUNCTIONS if name != "Wild"]
@@ -35,7 +37,7 @@ BLOCK_SIZES = [(16, 16), (100, 100), (128, 128), (128, 16), (7, 5), (1, 1)]
 
 
 def check_maps(function: str | None, block_size: tuple[int, int], turn: int) -> None:
-    """Each length with one of three dtypes, which another turn or another function exchanges."""
+    """Checks each length with one of three dtypes; another turn or function takes another dtype."""
     shared = list(itertools.product((False, True), repeat=2))
     first = [None, *TAME].index(function) + BLOCK_SIZES.index(block_size)
     for place, lengths in enumerate(((2, 130), (67, 211), (130, 40)), first):
@@ -60,7 +62,7 @@ def test_maps_of_blocks_in_other_dtypes(function: str | None, block_size: tuple[
 
 def test_beyond_a_map_nobody_sees_anybody(kernel: str) -> None:
     if kernel == "loops":
-        return  # refuses: see below
+        return  # it refuses maps; another test shows that
     call = Call("Bias", (70, 150))
     arguments = call.arguments()
     tensors = call.tensors()
@@ -86,7 +88,7 @@ def float_mask(call: Call) -> Tensor:
     return mask
 
 
-#: Options beside a function, of a call.
+#: Options that a call has beside a function.
 OPTIONS: dict[str, Callable[[Call], Options]] = {
     "softcap": lambda c: {"softcap": 1.5},
     "alibi": lambda c: {
@@ -106,7 +108,7 @@ OPTIONS: dict[str, Callable[[Call], Options]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("function", [None, *TAME])
 def test_with_other_options(function: str | None, option: str, isa: str) -> None:
-    """Each dtype with few queries or with many; other options and functions have it the other way."""
+    """Each dtype has few queries or many; other options and functions have the other number."""
     check_option(function, option, 0)
 
 
@@ -127,7 +129,7 @@ def check_option(function: str | None, option: str, turn: int) -> None:
             continue
         options = OPTIONS[option](call)
         if options.get("attn_mask") is not None and options["attn_mask"].dtype == torch.bool:
-            # A boolean mask has no gradient: as a float one.
+            # A boolean mask has no gradient, so it is turned into a float one.
             hidden = torch.zeros(options["attn_mask"].shape, dtype=dtype).masked_fill(
                 ~options["attn_mask"], -torch.inf
             )
@@ -136,7 +138,7 @@ def check_option(function: str | None, option: str, turn: int) -> None:
 
 
 def test_wild_numbers_act_as_those_of_a_mask(isa: str) -> None:
-    """+inf, NaN and rows of -inf."""
+    """The numbers are +inf, NaN and rows of -inf."""
     for dtype, lengths in itertools.product(DTYPES, ((4, 70), (67, 211))):
         call = Call("Wild", lengths, dtype)
         at = list(
@@ -149,7 +151,7 @@ def test_wild_numbers_act_as_those_of_a_mask(isa: str) -> None:
 
 
 def test_hidden_numbers_do_no_harm(isa: str) -> None:
-    """NaN and infinities in keys and values that a function hides, or a map: as those that a mask hides."""
+    """NaN and infinities in keys and values that a function or a map hides have no influence."""
     for dtype, by_map in itertools.product(DTYPES, (False, True)):
         call = Call("Causal", (60, 160), dtype, heads=2)
         if by_map:
@@ -193,7 +195,7 @@ def test_threads_change_no_bit(function: str, isa: str, one_thread: None) -> Non
 
 @pytest.mark.parametrize("function", ["Bias", "Factor", "Square"])
 def test_captured_gradients_by_parts(function: str, isa: str) -> None:
-    """However scores are divided, the sums are the same but for their order."""
+    """However the scores are divided, the sums differ only in their order."""
     call = Call(function, (200, 130), torch.float64, batch=5)
     exclusive = FUNCTIONS[function].exclusive
     whole = run(call)
@@ -202,7 +204,7 @@ def test_captured_gradients_by_parts(function: str, isa: str) -> None:
         for name in (name for name in whole.gradients if name.startswith("captured")):
             torch.testing.assert_close(divided.gradients[name], whole.gradients[name], rtol=1e-12, atol=1e-10)
     single = Call(function, (200, 130), torch.float64, batch=1, seed=7)
-    if function == "Square":  # one batch element: nobody else reads v[0]
+    if function == "Square":  # with one batch element, only its scores read v[0]
         check(single)
         arguments = single.arguments()
         tensors = single.tensors()
@@ -217,13 +219,13 @@ def test_captured_gradients_by_parts(function: str, isa: str) -> None:
 
 
 def packed(tensors: list[Tensor], lengths: Sequence[int]) -> Tensor:
-    """(1, H, rows, E) of the first rows of (B, H, L, E)."""
+    """Packs the first rows of each of (B, H, L, E) to (1, H, rows, E)."""
     return torch.cat([tensors[0][b, :, :n] for b, n in enumerate(lengths)], dim=1)[None]
 
 
 @pytest.mark.parametrize("function", ["Bias", "Factor", "Square"])
 def test_packed_sequences_have_numbers_and_maps_of_their_own(function: str, isa: str) -> None:
-    """As calls of a batch in which each of them has its number."""
+    """A packed sequence gives the same as the batch element of its number."""
     lengths = [(5, 70), (90, 64), (1, 3), (33, 130)]
     for dtype in (torch.float32, torch.bfloat16):
         longest = (90, 130)
@@ -252,7 +254,7 @@ def test_packed_sequences_have_numbers_and_maps_of_their_own(function: str, isa:
         total = torch.zeros_like(captured)
         for b, (queries, keys) in enumerate(lengths):
             alone = [tensors[0][b : b + 1, :, :queries], *(x[b : b + 1, :, :keys] for x in tensors[1:])]
-            # A batch in which the others have nothing but zeros.
+            # In this batch the other elements are zeros.
             batch = [x.new_zeros(4, *x.shape[1:]).index_copy(0, torch.tensor([b]), x) for x in alone]
             upstream = torch.zeros(4, whole.heads, queries, whole.dims[1], dtype=dtype)
             upstream[b] = cotangents(whole)[0][b, :, :queries]
@@ -266,12 +268,12 @@ def test_packed_sequences_have_numbers_and_maps_of_their_own(function: str, isa:
                 assert torch.equal(mine[0, :, at : at + (queries, keys)[min(i, 1)]], theirs[b])
             total += ops.attention_captured_gradients(*given, captured_sizes=sizes, **arguments)
         assert block_map is not None
-        # The same numbers, in sums of float64 of another order.
+        # These are the same numbers, summed in float64 in another order.
         torch.testing.assert_close(captured, total, rtol=1e-12, atol=1e-10)
 
 
 def test_keys_in_pages(isa: str) -> None:
-    """A cache in pages, as its keys one behind the other."""
+    """A cache in pages gives the same as its keys in one tensor."""
     for dtype, queries in itertools.product((torch.float32, torch.bfloat16), (1, 3, 40)):
         call = Call("Bias", (queries, 96), dtype, block_size=(16, 32))
         query, key, value = call.tensors()
@@ -287,7 +289,7 @@ def test_keys_in_pages(isa: str) -> None:
 
 
 def test_one_function_of_few_queries_and_of_many(isa: str) -> None:
-    """Where it is asked for, a row is the same whatever comes with it."""
+    """Under batch_invariant(), a row is the same with few and with many others."""
     for dtype in DTYPES:
         call = Call("Square", (40, 130), dtype, options={"batch_invariant": True})
         query, key, value = call.tensors()

@@ -1,5 +1,7 @@
-"""What type checkers are told of the public functions, in a user's program: mypy compares the calls here with
-their assert_type (``make lint``), and running them shows that they return that.
+"""Types of the public functions, as a user's type checker sees them.
+
+mypy compares the calls here with their assert_type (``make lint``), and running them shows that they return
+these types.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from selfattn_ext import (
     varlen_attention,
 )
 
-#: Flags that only running the program tells.
+#: Flags whose values are known only when the program runs.
 YES, NO = bool(torch.ones(1)), bool(torch.zeros(1))
 
 
 def is_results(given: Any, count: int) -> bool:
-    """Whether that is a tensor, for a count of 1, or a tuple of so many."""
+    """Tells whether a result is a tensor, for a count of 1, or a tuple of ``count`` tensors."""
     results = given if isinstance(given, tuple) else (given,)
     return len(results) == count and all(isinstance(result, Tensor) for result in results)
 

@@ -1,5 +1,6 @@
-"""Offsets, lengths, positions and page numbers that lead outside: the operators refuse them before a kernel
-reads or writes by them, whoever calls.
+"""Offsets, lengths, positions and page numbers that lead outside of a tensor.
+
+The operators refuse them before a kernel reads or writes by them, even if no public function called.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from selfattn_ext import ops
 
 MOST, LEAST = 2**63 - 1, -(2**63)
 
-#: Packed: 9 rows of 3 sequences. In a batch: 3 times 2 queries beside caches of 8 rows, or 5 pages of 4.
+#: 3 packed sequences have 9 rows. A batch has 3 times 2 queries, and caches of 8 rows or 5 pages of 4.
 PACKED = torch.randn(1, 2, 9, 8)
 QUERY, CACHE, PAGES = torch.randn(3, 2, 2, 8), torch.randn(3, 2, 8, 8), torch.randn(5, 2, 4, 8)
 STATISTICS = torch.ones(3, 2, 2)
@@ -35,7 +36,7 @@ STARTS, LENGTHS, TABLE = index(0, 2, 2, 9), index(3, 0, 8), table(0, 1, 2, 3, 4,
 
 @dataclass
 class Calls:
-    """That must all refuse, and leave the caches as they are."""
+    """Calls that must all refuse, and leave the caches unchanged."""
 
     calls: list[Callable[[], Any]]
     caches: list[Tensor] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Calls:
 
 
 def packed(**changes: Any) -> Calls:
-    """All three passes, each of which must look for itself."""
+    """Returns calls of all three passes, each of which must check by itself."""
     given: dict[str, Any] = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}
     given |= {"max_seqlen_q": 7, "max_seqlen_k": 7, **changes}
     rows = torch.ones(1, 2, 9)
@@ -183,7 +184,7 @@ def test_refused(name: str) -> None:
 
 
 def test_taken() -> None:
-    """What the calls above would take without their one mistake."""
+    """The calls above are accepted without their one mistake."""
     four = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 7, "max_seqlen_k": 7}
     assert ops.attention_forward(PACKED, PACKED, PACKED, 1.0, **four)[0].shape == PACKED.shape
     for keys, more in ((CACHE, {}), (PAGES, {"block_table": TABLE})):

@@ -1,4 +1,4 @@
-"""Benchmarks of forward mode and second derivatives: all contenders compute the same, and each is timed."""
+"""Benchmarks of forward mode and second derivatives: all contenders agree, and each is timed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_contenders_compute_the_same(order: Order, causal: bool, dtype: torch.dtype) -> None:
-    """Both show the tangent of out: it is the gradient of a backward pass with respect to grad_out."""
+    """Both return the tangent of out, which is the gradient of a backward pass with respect to grad_out."""
     case = DerivativeCase(1, 2, 40, 8, dtype=dtype, causal=causal, order=order)
     tensors = inputs(case)
     found = {each.name: each.prepare(case, tensors)() for each in CONTENDERS if each is not PLAIN}

@@ -30,7 +30,7 @@ CACHED = CacheCase.of((9, 4), 2, 16)
 
 @pytest.fixture
 def full_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int]]:
-    """main() of benchmarks/run.py, with tables of two small cases each, and a class of each kind."""
+    """Returns main() of benchmarks/run.py, with tables of two small cases each and a class of each kind."""
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -83,7 +83,7 @@ def test_full_run_compares_with_all_peers_and_draws(
         (["--tables", "tiny", "--png", "x.png"], "which --tables leaves out"),
         (["--png", "x.txt"], "must end in .png"),
         (["--only", "packed"], "--only packed needs --classes"),
-        (["--classes", "--only", "unheard"], "which are plain, longer, elsewhere"),
+        (["--classes", "--only", "unheard"], "the classes are plain, longer, elsewhere"),
     ],
 )
 def test_full_run_refuses_before_measuring(

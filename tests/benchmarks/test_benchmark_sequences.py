@@ -1,4 +1,4 @@
-"""The benchmarks' batches of several lengths: packed, padded, and in caches with and without pages."""
+"""The benchmarks' batches of several lengths: packed, padded, in caches with and without pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def named(case: Case) -> str:
 
 
 def computed(contender: Contender, case: Case) -> list[torch.Tensor]:
-    """The padded output, and gradients, of a contender that takes the case."""
+    """Returns the padded output and the gradients of a contender that takes the case."""
     tensors = inputs(case)
     own = contender.form(case, tensors)
     return [contender.padded(case, found) for found in results(contender.prepare(case, own), case, own)]
@@ -62,7 +62,7 @@ def test_contenders_compute_the_same_and_errors_are_small(case: Case) -> None:
         assert exact.error(case, found) < bound, contender.name
         for index in range(len(found)):
             spoilt = list(found)
-            spoilt[index] = found[index].roll(1, 2)  # a row further: what a wrong start makes of a sequence
+            spoilt[index] = found[index].roll(1, 2)  # shifted by a row, as if a sequence began wrongly
             if found[index].shape[2] > 1:
                 assert exact.error(case, spoilt) > 0.05, (contender.name, index)
     assert OURS.name in seen

@@ -1,4 +1,4 @@
-"""The benchmark machinery: what is timed, in which order, what is counted, and the shape of the results."""
+"""The benchmark machinery: what is timed and counted, in which order, and the results' form."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VARIANTS = [
 
 
 class Clock:
-    """Time that passes only when a call says so."""
+    """A clock that only calls move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -165,7 +165,7 @@ def test_the_timed_call_gives_all_gradients_every_time(graph_kept: bool) -> None
     assert len(expected) == 4
     for _ in range(2):
         assert all(map(torch.equal, timed(), expected))
-    with pytest.raises(ValueError, match="backward is False"):
+    with pytest.raises(ValueError, match="needs backward=True"):
         replace(SMALL, graph_kept=True)
 
 
@@ -210,7 +210,7 @@ def test_bench_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.Cap
     assert main(["bench", "--quick", "--threads", "1", "--json", str(target)]) == 0
     printed = capsys.readouterr().out
     assert "torch / ours" in printed
-    assert printed.count("(1, 2, 16, 8)") == 8 + 1  # each row, and where the lowest ratio is
+    assert printed.count("(1, 2, 16, 8)") == 8 + 1  # each row, and the one with the lowest ratio
     assert str(target) in printed
     _check_schema(json.loads(target.read_text(encoding="utf-8")), rows=8)
 
@@ -279,7 +279,7 @@ def test_threads_are_one_and_all_unless_asked_for() -> None:
 
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kilobyte counts as memory that no cache holds."""
+    """Makes a kilobyte count as too large for the processor's caches."""
     monkeypatch.setattr(peak, "READ_BYTES", 2**10)
 
 
@@ -309,7 +309,7 @@ def test_decoding_is_timed_in_turns_with_reading() -> None:
 
 
 def test_what_slows_reading_and_the_call_cancels_out() -> None:
-    # The second half of the rounds, in which the machine gives half the bandwidth.
+    # In the second half of the rounds the machine gives half the bandwidth.
     outcomes = {OURS.name: Outcome(timer.Timing((1.0, 1.0, 2.0, 2.0, 2.0)), None)}
     reading = timer.Timing((0.8, 0.8, 1.6, 1.6, 1.6))
     row = Row(SMALL, 1, outcomes, peak.Ceiling("avx2", 1e6, SMALL.bytes_read() / 1e9), reading)
@@ -324,7 +324,7 @@ def test_reading_takes_about_as_many_bytes_as_the_call(size: int, passes: int) -
     reading = peak.Reading(size)
     assert reading.passes == passes
     reading()
-    taken = timer.Timing((passes * 1.0, passes * 2.0))  # a second, and two, for each kilobyte
+    taken = timer.Timing((passes * 1.0, passes * 2.0))  # a second and two seconds per kilobyte
     assert reading.timing(taken).samples == pytest.approx((size / 1024, 2 * size / 1024))
 
 
@@ -334,7 +334,7 @@ def test_large_tensors_repeat_what_was_drawn(monkeypatch: pytest.MonkeyPatch) ->
     repeated = inputs(SMALL).key.flatten()
     assert torch.equal(repeated[:101], repeated[101:202])
     assert not torch.equal(drawn[:101], drawn[101:202])
-    assert len(inputs(SMALL).key.flatten(0, 2).unique(dim=0)) == 101  # rows repeat no sooner
+    assert len(inputs(SMALL).key.flatten(0, 2).unique(dim=0)) == 101  # rows repeat only after all of these
 
 
 def _row(ratio: float, case: Case = SMALL) -> Row:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from emulator import build as emulator
+from cuda_emulator import build as emulator
 
 from selfattn_ext.build import sources, toolchain
 

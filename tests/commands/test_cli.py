@@ -123,7 +123,7 @@ def test_info_in_a_process_of_its_own_reports_a_wrong_instruction_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SELFATTN_CPU_ISA", "sse9")
-    # The package that is being tested, wherever it was imported from.
+    # The process imports the same package as this test.
     monkeypatch.setenv("PYTHONPATH", str(Path(info.__file__).parents[1]))
     command = [sys.executable, "-m", "selfattn_ext", "info"]
     finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

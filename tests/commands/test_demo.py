@@ -1,4 +1,4 @@
-"""The demo: its text, its model, the race of the three twins, and the command as a whole in a few steps."""
+"""The demo: its text, its model, the race of three copies, and the command in a few steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SENTENCES = "the cat sat on the mat. the dog sat on the log. " * 40
 
 @pytest.fixture(autouse=True)
 def _short_and_small(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """Models as tiny as these gain nothing by threads, and lose much on a busy machine."""
+    """Uses one thread, as models as tiny as these gain nothing by more and lose much on a busy machine."""
     monkeypatch.setattr(demo, "SAMPLE_LENGTH", 20)
     monkeypatch.setattr(race, "HELD_OUT_SEQUENCES", 8)
 
@@ -76,7 +76,7 @@ def test_demo_reports_an_attention_that_computes_something_else(
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     monkeypatch.setattr(demo, "ATTENTIONS", (("selfattn_ext", sees_the_future), *demo.ATTENTIONS[1:]))
-    # A few steps, as the attention of the untrained model adds nothing to what it predicts.
+    # A few steps are needed, as attention does not yet matter in the untrained model.
     options = demo.Options(
         text=_book(tmp_path), steps=4, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
     )
@@ -114,8 +114,8 @@ def test_demo_stops_early_on_a_slow_machine(tmp_path: Path, capsys: pytest.Captu
 
 
 class SlowMachine:
-    """A clock that only work moves: a step of one twin takes a second, the rest in proportion, as measured
-    on two processors with the demo's model.
+    """A clock that only work moves: a step of one copy takes a second, and all else takes as long in
+    proportion as was measured on two processors with the demo's model.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +168,11 @@ def test_the_twins_learn_and_their_losses_agree() -> None:
     assert race.train(twins, found, 60, 8, 0, DEVICE, race.Budget(600)) == 60
     ours = twins[0]
     assert len(ours.losses) == len(ours.seconds) == 60
-    # Chance is the logarithm of 15 symbols, 2.7.
+    # Guessing among 15 symbols has a loss of log(15), 2.7.
     assert ours.losses[0] > 2.2
     assert ours.losses[-1] < 1.0
     assert race.held_out_loss(ours.model, found, DEVICE) < 1.2
-    # As far apart as the other two, and a rounding per step.
+    # They may be twice as far apart as the other two, plus a rounding per step.
     floor = len(ours.losses) * TOLERANCES[DEVICE.type, torch.float32].floor
     for other in twins[1:]:
         assert race.largest_difference(ours, other) <= 2 * race.largest_difference(*twins[1:]) + floor
@@ -220,10 +220,10 @@ def test_attention_maps_are_causal_softmax_weights() -> None:
 
 
 def test_the_model_sees_positions_but_not_the_future() -> None:
-    # One layer: in deeper ones the causal rule alone gives positions away.
+    # The model has one layer, as in deeper ones the causal rule alone reveals positions.
     model = CharTransformer(10, ModelSize(layers=1, heads=2, width=16, context=16), extension_attention)
     for block in model.blocks:
-        torch.nn.init.normal_(block.attention.out.weight)  # starts at zero, and nothing would be seen
+        torch.nn.init.normal_(block.attention.out.weight)  # with the initial zeros, attention has no effect
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
     logits = model(tokens)
     changed = tokens.clone()
@@ -247,7 +247,7 @@ def test_samples_go_beyond_the_context_and_follow_the_seed() -> None:
 def test_samples_are_the_same_without_a_cache() -> None:
     model = CharTransformer(10, SMALL, extension_attention)
     for block in model.blocks:
-        torch.nn.init.normal_(block.attention.out.weight)  # starts at zero, and attention would not matter
+        torch.nn.init.normal_(block.attention.out.weight)  # with initial zeros, attention has no effect
     prompt = torch.tensor([1, 2, 3])
     texts = [
         model.sample(prompt, 40, torch.Generator().manual_seed(3), cached=cached) for cached in (True, False)

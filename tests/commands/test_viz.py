@@ -1,4 +1,4 @@
-"""The heatmaps: what is drawn, how it is labelled, what is refused."""
+"""Heatmaps: contents, labels and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_weights(*shape: int) -> torch.Tensor:
 
 
 def drawn(ax: Any) -> np.ndarray:
-    """The matrix in the picture."""
+    """Returns the matrix in the picture."""
     mesh = ax.collections[0]
     return np.asarray(mesh.get_array()).reshape(mesh.get_coordinates().shape[0] - 1, -1)
 
@@ -48,7 +48,7 @@ def test_one_head_shows_the_weights_and_the_tokens() -> None:
     np.testing.assert_array_equal(drawn(ax), weights.cpu().numpy())
     assert labels(ax.xaxis) == labels(ax.yaxis) == TOKENS
     assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("head 3", "key", "query")
-    assert ax.get_ylim() == (4, 0)  # query 0 is the upper row
+    assert ax.get_ylim() == (4, 0)  # query 0 is the top row
     assert ax.collections[0].norm.vmin == 0
     assert len(ax.figure.axes) == 2  # the picture and its scale
     assert [text.get_text() for text in ax.texts] == [
@@ -118,7 +118,7 @@ def test_heads_share_one_scale() -> None:
     for h, ax in enumerate(pictures):
         np.testing.assert_array_equal(drawn(ax), weights[0, h].cpu().numpy())
         assert (ax.collections[0].norm.vmin, ax.collections[0].norm.vmax) == (0, weights.max())
-    # Labels stand at the left and lower edges: of 3 columns the last has no second row.
+    # Labels stand at the left and lower edges; the last of 3 columns has no second row.
     assert [bool(labels(ax.yaxis)) for ax in pictures] == [True, False, False, True, False]
     assert [bool(labels(ax.xaxis)) for ax in pictures] == [False, False, True, True, True]
     assert figure.get_suptitle() == "all heads"

@@ -1,4 +1,4 @@
-"""What makes a picture legible: nothing is cut off, nothing covers anything else, no room is left empty."""
+"""Layout of pictures: nothing is cut off or covered, and no room is left empty."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def weights(*shape: int, causal: bool = True) -> torch.Tensor:
 
 
 def shown(figure: Any) -> list[Text]:
-    """All that can be read in a picture."""
+    """Returns all texts in a picture."""
     found = [] if figure._suptitle is None else [figure._suptitle]
     for ax in figure.axes:
         found += [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts]
@@ -59,7 +59,7 @@ def shown(figure: Any) -> list[Text]:
 
 
 def colliding(texts: list[Text]) -> list[tuple[str, str]]:
-    """Pairs of upright or sideways texts that cover part of each other."""
+    """Returns pairs of upright or sideways texts that overlap."""
     texts = [text for text in texts if text.get_rotation() % 90 == 0]
     low, high = (
         np.array([getattr(text.get_window_extent(), end) for text in texts]) for end in ("min", "max")
@@ -70,7 +70,7 @@ def colliding(texts: list[Text]) -> list[tuple[str, str]]:
 
 
 def pictures(figure: Any) -> list[Any]:
-    """The axes with weights, without the colour bar."""
+    """Returns the axes with weights, without the colour bar."""
     return [ax for ax in figure.axes if ax.collections and ax.get_ylabel() != "weight"]
 
 
@@ -115,7 +115,7 @@ def test_all_texts_are_inside_the_picture_and_apart(name: str) -> None:
         places = sorted(ax.transData.transform((label.get_position()[0], 0))[0] for label in slanted)
         if len(places) > 1:
             assert np.diff(places).min() * np.sin(np.pi / 4) >= slanted[0].get_fontsize() * figure.dpi / 72
-    # And no border is wider than a line of text.
+    # No border is wider than a line of text.
     inside = figure.get_tightbbox()
     width, height = figure.get_size_inches()
     assert max(inside.x0, inside.y0, width - inside.x1, height - inside.y1) < 0.2
@@ -152,7 +152,7 @@ def test_hidden_cells_are_blank_and_explained() -> None:
 
 
 def test_zeros_among_negative_numbers_are_numbers() -> None:
-    """As of a learned bias, or of the difference of two heads."""
+    """Such matrices are learned biases, or differences of two heads."""
     ax = viz.plot_attention([[0.0, -1.0], [1.0, 0.0]], vmin=None)
     assert len(ax.texts) == 4
 

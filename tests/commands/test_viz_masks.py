@@ -1,4 +1,4 @@
-"""The picture of who sees whom: what each cell and border shows, for every kind of mask; what is refused."""
+"""Pictures of masks: cells and borders for every kind of mask, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from selfattn_ext import masks, scaled_dot_product_attention, viz
 from selfattn_ext.viz import mask_picture
 
-#: What a cell shows.
+#: The four kinds of cells.
 IN_HIDDEN_BLOCK, UNSEEN, SEEN, IN_FULL_BLOCK = range(4)
 
 
@@ -33,12 +33,12 @@ def _close_figures() -> Iterator[None]:
 
 
 def drawn(ax: Any) -> np.ndarray:
-    """The cells in the picture."""
+    """Returns the cells in the picture."""
     return np.asarray(ax.images[0].get_array())
 
 
 def seen(ax: Any) -> list[list[bool]]:
-    """Who sees whom, of a picture without blocks."""
+    """Returns which pairs a picture without blocks shows as seen."""
     cells = drawn(ax)
     assert set(np.unique(cells)) <= {UNSEEN, SEEN}
     return (cells == SEEN).tolist()
@@ -49,7 +49,7 @@ def labels(axis: Any) -> list[str]:
 
 
 def borders(ax: Any) -> list[tuple[list[float], list[float]]]:
-    """Where lines run, from thin to thick: (across, down)."""
+    """Returns the places of lines, from thin to thick, as (across, down)."""
     lines = []
     for across, down in zip(ax.collections[::2], ax.collections[1::2], strict=True):
         places = [float(segment[0][1]) for segment in across.get_segments()]
@@ -62,7 +62,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def documents() -> BlockMask:
-    """Of 5, 9 and 4 tokens, in blocks of 4 queries and 6 keys."""
+    """Returns the mask of documents of 5, 9 and 4 tokens, in blocks of 4 queries and 6 keys."""
     document = torch.tensor([0] * 5 + [1] * 9 + [2] * 4)
     device = document.device
     return create_block_mask(
@@ -167,7 +167,7 @@ def test_a_full_block_does_not_ask_the_mask_function() -> None:
 
 
 def test_a_block_mask_and_options() -> None:
-    """What the options hide is hidden; what is said of blocks that are not computed stays."""
+    """Pairs that the options hide are hidden; blocks that are not computed stay marked so."""
     alone, both = (drawn(viz.plot_mask(documents(), **options)) for options in ({}, {"is_causal": True}))
     query, key = np.indices((18, 18))
     np.testing.assert_array_equal(both, np.where(key <= query, alone, np.minimum(alone, UNSEEN)))
@@ -202,7 +202,7 @@ def test_many_cells_have_no_borders_and_few_numbers() -> None:
 
 
 def test_colours_differ_for_eyes_that_see_none() -> None:
-    """By the relative luminance of sRGB, as WCAG 2.2 defines it and contrast by it."""
+    """Colours are compared by contrast, from the relative luminance of sRGB, both as in WCAG 2.2."""
 
     def luminance(colour: str) -> float:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
@@ -211,7 +211,7 @@ def test_colours_differ_for_eyes_that_see_none() -> None:
     levels = [luminance(colour) + 0.05 for colour in mask_picture._COLOURS]
     ratios = [lighter / darker for lighter, darker in pairwise(levels)]
     assert min(ratios) > 1.3
-    assert min(ratios[1:]) > 1.8  # of what is hidden and seen, and of the kinds of blocks
+    assert min(ratios[1:]) > 1.8  # the ratios of hidden to seen, and of the kinds of blocks
 
 
 def test_saved(tmp_path: Any) -> None:

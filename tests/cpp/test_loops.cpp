@@ -1,5 +1,5 @@
-// The loops kernel, on which the other tests lean: its forward against the formula written out once more, its
-// backward against differences of the forward.
+// Tests of the loops kernel, which the other tests rely on. Its forward is compared with the formula written
+// out once more, its backward with differences of the forward.
 #include <limits>
 
 #include "attention_case.h"

@@ -1,7 +1,7 @@
-"""Which calls the kernel with AMX computes by tiles and which it hands on, where nobody forces it:
-that depends on the shape of a batch element alone. And forward and backward agree.
+"""The automatic choice between the kernel with AMX and others, which only shapes decide.
 
-tests/cpu/test_amx_emulated.py runs this file once more where AMX must be emulated.
+It depends on the shape of a batch element alone, and is the same for forward and backward.
+tests/cpu/test_amx_emulated.py runs this file again on machines where AMX must be emulated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LIMITS = [
     (torch.bfloat16, "highest", 4),
 ]
 
-#: Around every limit.
+#: Lengths around every limit.
 LENGTHS = tuple((queries, 3 + 5 * queries % 300) for queries in (33, 1, 128, 4, 5, 16, 200, 17, 64, 65, 129))
 
 
 @pytest.fixture(params=LIMITS, ids=lambda limit: f"{str(limit[0])[6:]}-{limit[1]}")
 def limit(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, int]]:
-    """Within a process that leaves the choice to the library."""
+    """Gives every limit, in a process that leaves the choice to the library."""
     dtype, precision, most = request.param
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -43,7 +43,7 @@ def limit(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, int]]:
 
 
 def everything(dtype: torch.dtype, queries: int, isa: str) -> list[Tensor]:
-    """Results and gradients with an instruction set forced, or with "" none."""
+    """Computes results and gradients with an instruction set forced, or with "" none."""
     generator = torch.Generator().manual_seed(5)
     shapes = (1, 2, queries, 64), (1, 2, 70, 64), (1, 2, 70, 64)
     tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
@@ -57,7 +57,7 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def test_who_computes(limit: tuple[torch.dtype, int]) -> None:
-    """What explain() names, to the bit; forced, it is AMX wherever it can be."""
+    """The kernel that explain() names computes, to the bit; a forced AMX computes all that it can."""
     dtype, most = limit
     for queries in (4, most, most + 1):
         expected = "amx" if queries == 4 or queries > most else "avx512"
@@ -85,14 +85,14 @@ def test_who_computes(limit: tuple[torch.dtype, int]) -> None:
 def test_sequences_of_all_lengths(
     options: dict[str, object], isa: str, limit: tuple[torch.dtype, int], one_thread: None
 ) -> None:
-    """The bits of a sequence alone and packed, forward and backward, where three kernels share a batch."""
+    """A sequence has the same bits alone and packed, forward and backward, if three kernels share a batch."""
     case = replace(Packed(dtype=limit[0], lengths=LENGTHS, heads=(2, 1), dims=(32, 32)), **options)
     with backends.use_cpu_isa(isa):
         check_alone(case)
 
 
 def test_sequences_that_other_arithmetic_takes(one_thread: None) -> None:
-    """Nothing of these is multiplied in pieces; those with few queries are decoded all the same."""
+    """None of these is multiplied in pieces, but those with few queries are still decoded."""
     for options in ({"dtype": torch.float64}, {"dims": (8, 8)}, {"slopes": 2, "dtype": torch.bfloat16}):
         with backends.use_cpu_isa(""):
             check_alone(replace(Packed(lengths=LENGTHS, heads=(2, 1)), **options))

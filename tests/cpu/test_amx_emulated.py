@@ -1,6 +1,8 @@
-"""The kernels for AMX on a processor without it: the emulator of simulators/amx is preloaded into
-processes that force the instruction set "amx". Where AVX-512 is missing, too, they run in the library of
-simulators/avx512, and so do the kernels for AVX-512."""
+"""The kernels for AMX on a processor without it, by emulation.
+
+The emulator of simulators/amx is preloaded into processes that force the instruction set "amx". If
+AVX-512 is missing, too, they and the kernels for AVX-512 run in the library of simulators/avx512.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from selfattn_ext.build import library, toolchain
 
 TESTS = modules.TESTS
 EMULATOR = TESTS.parent / "simulators" / "amx"
-#: What the kernels with AMX use besides it.
+#: The other instructions that kernels with AMX use.
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 FEATURES = library.extension().cpu_features()
 #: Whether the vectors have to be emulated, too.
 EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
-#: Tests of the existing suite, and what of them.
+#: Modules of the suite, and which of their tests run here.
 CHOSEN = {
     "test_amx_choice.py": "",
     "test_bfloat16_derivatives.py": "amx",
@@ -48,7 +50,7 @@ CHOSEN = {
     "test_varlen_cache.py": "company and amx",
 }
 
-#: Of these, those that take over four seconds each in the emulator.
+#: Those of them that take over four seconds each in the emulator.
 LONG = (
     "test_amx_choice.py",
     "test_bfloat16_derivatives.py",
@@ -61,7 +63,7 @@ LONG = (
     "test_varlen_cache.py",
 )
 
-#: Those for AVX-512 without tiles.
+#: Tests of AVX-512 without tiles.
 VECTORS = {
     "test_bfloat16_derivatives.py": "avx512",
     "test_declared_options.py": "avx512",
@@ -74,7 +76,7 @@ VECTORS = {
 
 
 def _why_not() -> str | None:
-    """Why nothing can be emulated here, or None."""
+    """Returns why nothing can be emulated here, or None."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "AMX is emulated on Linux and x86-64 only"
     if FEATURES["amx_bf16"]:
@@ -84,7 +86,7 @@ def _why_not() -> str | None:
 
 
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs in the emulator. Where that is compiled for minutes, it runs when asked for."""
+    """Marks a test that runs in the emulator, or only on request if compiling the emulator takes minutes."""
     test = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))(test)
     return pytest.mark.emulated_vectors(test) if EMULATES_VECTORS else test
 
@@ -108,7 +110,7 @@ TILERELEASE = "c4 e2 78 49 c0"
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the environment of a process in the emulator holds."""
+    """Returns the environment of a process in the emulator."""
     if EMULATES_VECTORS:
         return build.environment()
     target = tmp_path_factory.mktemp("amx") / "libselfattn_amx_emulator.so"
@@ -125,7 +127,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_tools_that_watch_for_faults_leave_it_alone(
     emulator: dict[str, str], run_python: Callable[..., str], tmp_path: Path
 ) -> None:
-    """faulthandler, which pytest switches on, wants SIGILL for itself."""
+    """faulthandler, which pytest switches on, would take over SIGILL."""
     script = (
         "faulthandler.enable()\n"
         f"run('{TILERELEASE}')\n"
@@ -138,11 +140,11 @@ def test_tools_that_watch_for_faults_leave_it_alone(
     assert "Fatal Python error: Illegal instruction" in error.value.stderr
 
 
-#: What forward and backward of one head execute with 64 queries, 64 keys and head dim 64. A product of two
-#: 64 x 64 matrices is 4 x 4 tiles of the result, 2 deep: 32. The forward has two; the backward five, and
-#: delta, the diagonal of one (4 tiles, 2 deep), which 16-bit inputs take twice (of the output and of its
-#: rounding error). "high" takes three products of pieces, "highest" six, float16 three and for scores, dP
-#: and delta four.
+#: The instructions that forward and backward of one head execute with 64 queries, 64 keys and head dim 64. A
+#: product of two 64 x 64 matrices is 4 x 4 tiles of the result, 2 deep: 32. The forward has two; the backward
+#: has five, and delta, the diagonal of one (4 tiles, 2 deep), which 16-bit inputs take twice (for the output
+#: and for its rounding error). "high" takes three products of pieces, "highest" six, float16 three, but four
+#: for scores, dP and delta.
 EXECUTED = {
     ("bfloat16", "highest"): (2 * 32, 5 * 32 + 2 * 8),
     ("float16", "highest"): (7 * 32, 4 * (2 * 32 + 2 * 8) + 3 * 3 * 32),
@@ -176,15 +178,15 @@ def executed(dtype, precision, queries=64, head_dim=64, **options):
     expected = [
         ("amx" if forward else "avx512", forward, backward) for forward, backward in EXECUTED.values()
     ]
-    # 64 keys by up to 16 queries, 4 x 1 tiles and 2 deep, and as many for the values.
+    # The scores of up to 16 queries and 64 keys are 4 x 1 tiles, 2 deep; the values take as many.
     expected += [("amx", 16 if name[0] == "bfloat16" else 0, 0) for name in EXECUTED]
     assert ast.literal_eval(printed) == expected + [("avx512", 0, 0)] * len(elsewhere)
 
 
 @emulated
 def test_derivatives_execute_their_products(emulator: dict[str, str], run_python: Callable[..., str]) -> None:
-    """Forward mode has three products of inputs and three that weights take part in, which are three pieces;
-    second derivatives have five, with delta as above, and seven.
+    """Forward mode has three products of inputs and three with weights, which are three pieces; second
+    derivatives have five, with delta as above, and seven.
     """
     script = """
 from torch.func import jvp
@@ -222,7 +224,7 @@ print(backends.explain(q, q, q).isa, count(b""), bool(out.isfinite().all()))
 
 
 def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> str:
-    """Runs those tests of a module in the emulator, which must pass, and returns the emulator's report."""
+    """Runs the chosen tests of a module in the emulator, asserts success, returns the emulator's report."""
     package = str(Path(selfattn_ext.__file__).parent.parent)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(modules.paths()[module])]
     run = subprocess.run(
@@ -244,7 +246,7 @@ def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> s
 
 
 def marks(module: str) -> list[pytest.MarkDecorator]:
-    """Compiling the vectors' emulator takes minutes, too, and no other test of .ci/run needs it."""
+    """Marks a module's test; compiling the vectors' emulator takes minutes, and no other test needs it."""
     if module not in LONG:
         return []
     return [pytest.mark.thorough, *([turns.only_in(2, 3)] if EMULATES_VECTORS else [])]
@@ -264,6 +266,6 @@ def test_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> No
 @pytest.mark.parametrize("isa", ["avx512", "avx512_bf16"])
 @pytest.mark.parametrize("module", VECTORS)
 def test_tests_pass_with_emulated_vectors(module: str, isa: str, emulator: dict[str, str]) -> None:
-    # "avx512" is part of the other's name.
+    # "avx512" alone would also match "avx512_bf16".
     of_isa = f"avx512 and {'not ' if isa == 'avx512' else ''}bf16"
     run_tests(module, f"({VECTORS[module]}) and {of_isa}", isa, emulator)

@@ -1,4 +1,4 @@
-"""Which kernel runs: the table, the choice, the ways to force it, and that the forced one runs."""
+"""backends: the table of kernels, the choice, the ways to force one, and that it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from selfattn_ext import attention_scores, backends, masked_softmax, scaled_dot_product_attention
 
-X = torch.randn(1, 2, 8, 64).bfloat16()  # what every kernel computes itself
+X = torch.randn(1, 2, 8, 64).bfloat16()  # every kernel computes this itself
 
 
 def test_table() -> None:
@@ -53,7 +53,7 @@ def test_explain_tells_who_computes_what_a_kernel_hands_on() -> None:
             explanation = backends.explain(tensor, tensor, tensor)
             assert explanation.isa == expected
             assert ("fused/avx512_bf16" in explanation.refused) == (expected != "avx512_bf16")
-            assert "hands such calls on" in str(explanation) or expected == "avx512_bf16"
+            assert "passes such calls on" in str(explanation) or expected == "avx512_bf16"
         assert backends.explain(X, X, X, scale=-1.0).isa == "avx512"
         assert backends.explain(X, X, X, alibi_slopes=torch.ones(2)).isa == "avx512"
 
@@ -79,14 +79,14 @@ def test_forced_kernel_runs(kernel: str) -> None:
 
 
 def test_every_kernel_has_code_of_its_own() -> None:
-    """Rounding tells them apart: kernels that gave the same bits on all of these would be one kernel."""
+    """Rounding tells kernels apart: two that give the same bits for all of these would be one kernel."""
     torch.manual_seed(0)
     points = [torch.randn(1, 4, 67, 64) for _ in range(3)]
     results = []
     for name, isa in [*(("fused", isa) for isa in backends.cpu_isas()), ("loops", "")]:
         result = []
         with backends.use(name), backends.use_cpu_isa(isa):
-            # Some differ in what they do with bfloat16 alone.
+            # Some kernels differ only in what they do with bfloat16.
             for dtype in (torch.float32, torch.bfloat16):
                 query, key, value = (point.to(dtype).requires_grad_() for point in points)
                 scores = attention_scores(query, key)
@@ -134,6 +134,25 @@ def test_backward_takes_the_kernel_of_its_forward() -> None:
     assert all(torch.equal(*pair) for pair in zip(inside, outside, strict=True))
     fused = torch.autograd.grad(scaled_dot_product_attention(*tensors).sin().sum(), tensors)
     assert not all(torch.equal(*pair) for pair in zip(inside, fused, strict=True))
+
+
+def test_the_loops_refuse_forward_mode_and_second_derivatives() -> None:
+    refusal = (
+        r'kernel "loops" \(scalar\) has no forward mode and no second derivatives; kernel "fused" has both'
+    )
+    x = torch.randn(1, 2, 5, 8)
+    leaf = x.clone().requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(x, x, x)
+
+    with backends.use("loops"):
+        with pytest.raises(ValueError, match=refusal):
+            torch.func.jvp(attend, (x,), (x,))
+        (gradient,) = torch.autograd.grad(attend(leaf).sin().sum(), leaf, create_graph=True)
+        with pytest.raises(ValueError, match=refusal):
+            gradient.sin().sum().backward()
+    torch.testing.assert_close(gradient, torch.autograd.grad(attend(leaf).sin().sum(), leaf)[0])
 
 
 @pytest.mark.parametrize(("kernel", "isa"), [("", "scalar"), ("loops", "")], ids=str)

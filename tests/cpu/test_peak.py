@@ -1,4 +1,4 @@
-"""The peaks that benchmarks compare with: plausible numbers, and errors for what is not there."""
+"""The peaks that benchmarks compare with: plausible numbers, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = 0.02
 
 @pytest.mark.parametrize("isa", backends.cpu_isas())
 def test_multiply_adds_are_counted(isa: str, one_thread: None) -> None:
-    # Any processor of the last twenty years is between the two, unless the loop was left out.
+    # Every processor of the last twenty years is between the two, unless the compiler removed the loop.
     assert 0.5 < library.extension().multiply_add_gflops(isa, SECONDS) < 20_000
 
 
@@ -26,7 +26,7 @@ def test_reading_is_counted(one_thread: None) -> None:
 def test_reading_in_pieces_is_counted(one_thread: None) -> None:
     memory = library.extension().MemoryReader(2**24 + 512)
     for size in (512, 4096, 2**20, 2**24 + 512):
-        # Far apart only if pieces were left out, or read again and again.
+        # The times would differ more if pieces were left out or read several times.
         assert 0.02 < memory.seconds(size) / min(memory.seconds() for _ in range(5)) < 50
 
 

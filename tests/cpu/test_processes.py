@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import selfattn_ext
 from selfattn_ext import scaled_dot_product_attention
 
-# Scores for several threads of a kernel, and tensors that torch's own functions compute on one.
+# There are enough scores for several threads of a kernel, but torch's own functions use one thread.
 FORKED = """
 import os, signal, sys, threading, torch
 import selfattn_ext
@@ -80,7 +80,7 @@ def test_workers_of_a_data_loader(context: str) -> None:
 
 
 def test_threads_at_once() -> None:
-    """Each thread its own calls, forward and backward, with kernels that use several threads themselves."""
+    """Each thread makes its own calls, forward and backward, by kernels that use several threads."""
     module = selfattn_ext.MultiHeadSelfAttention(16, 4)
     inputs = [torch.randn(2, 100 + n, 16) for n in range(8)]
 

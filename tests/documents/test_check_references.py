@@ -30,7 +30,12 @@ import check_references  # noqa: E402
             "x = 1  # see csrc/cuda/two.h",
             ["scripts/one.py:1: no file is called csrc/cuda/two.h"],
         ),
-        ("docs/one.md", "three.h", []),
+        (
+            "docs/one.md",
+            "```\nthree.h\n```\n[two.h](../csrc/common/two.h), three.h",
+            ["docs/one.md:4: no file is called three.h"],
+        ),
+        ("CHANGELOG.md", "three.h", []),
     ],
 )
 def test_names(name: str, text: str, missing: list[str], tmp_path: Path) -> None:

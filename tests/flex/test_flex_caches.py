@@ -324,7 +324,7 @@ class TestRefusals:
 
     def test_indices_beside_a_tensor(self) -> None:
         table = torch.randn(9)
-        with pytest.raises(IndexError, match="beside"):
+        with pytest.raises(IndexError, match="outside"):
             attention_with_kvcache(*whole(), score_mod=lambda s, b, h, q, kv: s + table[q])
 
 

@@ -414,6 +414,6 @@ class TestRefusals:
         two = torch.randn(2)
         out = self.packed.run(Functions(lambda s, b, h, q, kv: s + two[b]))
         assert out[:-3].isfinite().all()
-        with pytest.raises(IndexError, match="beside"):
+        with pytest.raises(IndexError, match="outside"):
             self.packed.run(Functions(lambda s, b, h, q, kv: s + two[q]))
         self.packed.run(Functions(lambda s, b, h, q, kv: s + two[q], lambda b, h, q, kv: q < 2))

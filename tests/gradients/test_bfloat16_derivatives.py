@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives of bfloat16 inputs, which some kernels multiply in pairs."""
+"""Forward mode and second derivatives of bfloat16 inputs, which some kernels compute in pairs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Function = Callable[[Tensors], Tensors]
 
 BFLOAT16 = Case(batch=1, dtype=torch.bfloat16, lse=True)
 
-#: Around the sizes of tiles: 16 and 32 queries, 48 and 96 of a panel, 64 keys; whole and ragged head dims,
-#: and scales that are no power of two.
+#: Cases around the sizes of tiles (16 and 32 queries, 48 and 96 of a panel, 64 keys), with whole and ragged
+#: head dims and scales that are not powers of two.
 CASES = [
     replace(BFLOAT16, queries=15, keys=63, head_dim=32, value_dim=32),
     replace(BFLOAT16, queries=32, keys=64, head_dim=64, value_dim=48, mask="bool tiles", sinks=1),
@@ -46,9 +46,9 @@ def test_options(case: Case, isa: str) -> None:
 @pytest.mark.parametrize("spread", [0, 3])
 @pytest.mark.parametrize("size", [1.0, 16.0])
 def test_what_all_keys_have_in_common(spread: int, size: float, isa: str) -> None:
-    """A large number that the tangents of all scores of a row share changes nothing but the log-sum-exp, and
-    scores may be large themselves. If tangents, weights or their gradients were rounded to a piece, that
-    times the large number would remain.
+    """A large number that the tangents of all scores of a row share changes only the log-sum-exp; scores
+    may be large themselves. If tangents, weights or their gradients were rounded to a piece, the rounding
+    error times the large number would remain.
     """
     case = replace(BFLOAT16, queries=33, keys=200, head_dim=32, value_dim=32)
     tensors = case.inputs()
@@ -69,7 +69,7 @@ def test_what_all_keys_have_in_common(spread: int, size: float, isa: str) -> Non
     exact = found(case.formula, *(exact_inputs(given) for given in (tensors, tangents)))
     query, *keys = (given.detach().double() for given in (tensors["query"], tensors["key"], tangents["key"]))
     scores, of_scores = (query @ key.mT / 32**0.5 for key in keys)
-    # Weights are as exact as scores, which are large, and what differs between keys meets that.
+    # The error of weights is that of large scores, and it multiplies the differences between keys.
     of_weights = scores.abs().max() * (of_scores.amax(-1) - of_scores.amin(-1)).max()
     for name, result in ours.items():
         error = (result.double() - exact[name]).abs().max()
@@ -79,8 +79,9 @@ def test_what_all_keys_have_in_common(spread: int, size: float, isa: str) -> Non
 
 
 def moving_and_second(attend: Callable[..., Tensor], points: Sequence[Tensor]) -> list[Tensor]:
-    """A result, its tangent, the gradients by query, key and value, and theirs. The second half of the points
-    is a direction.
+    """Computes a result, its tangent, the gradients by query, key and value, and the gradients of these.
+
+    The second half of the points is a direction.
     """
     inputs, tangents = tuple(points[:3]), tuple(points[3:])
     loss = grad(lambda *inputs: attend(*inputs).float().sin().sum(), (0, 1, 2))
@@ -89,7 +90,7 @@ def moving_and_second(attend: Callable[..., Tensor], points: Sequence[Tensor]) -
 
 
 def points_of(queries: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
-    """Query, key, value and a direction, of these shapes but for the last dimension."""
+    """Draws query, key, value and a direction, of these shapes without the last dimension."""
     return [
         normal(*(queries if seed % 3 == 0 else keys), 32, dtype=torch.bfloat16, seed=seed)
         for seed in range(6)
@@ -130,7 +131,7 @@ def test_a_hidden_nan_stays_hidden(isa: str) -> None:
 
 
 def test_sequences_are_as_if_alone(isa: str) -> None:
-    """Of lengths that different kernels are best for, and of none."""
+    """The sequences have lengths for which different kernels are best, and length 0."""
     lengths = torch.tensor([(40, 70), (1, 9), (0, 3), (17, 17), (4, 64)])
     starts = torch.cat([torch.zeros(1, 2, dtype=torch.int64), lengths.cumsum(0)]).int()
     points = points_of((62, 2), (163, 2))

@@ -1,6 +1,4 @@
-"""Second and third derivatives, and that the first one still runs the kernels where a graph of it is asked
-for.
-"""
+"""Second and third derivatives; first ones with a graph still run the kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
 
-# Thousands of tiny steps, which several threads only slow down.
+# There are thousands of tiny steps, which several threads only slow down.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -37,7 +35,7 @@ def test_against_finite_differences(case: Case) -> None:
 
 
 def test_every_pair_of_inputs() -> None:
-    """The mixed second derivatives one by one, so that none can hide behind the others."""
+    """Mixed second derivatives are checked one by one, so that the others hide none."""
     case = Case(
         queries=3, keys=4, head_dim=2, value_dim=2, dtype=torch.float64, mask="float", alibi=1, sinks=True,
         softcap=0.8, weights=True, lse=True, dropout_p=0.3, batch=1,
@@ -119,7 +117,7 @@ def test_the_second_derivative_alone_runs_its_kernel_alone(options: dict[str, An
 
 
 def test_gradient_penalty_step() -> None:
-    """What people use it for: the norm of an input gradient in the loss."""
+    """This is the usual purpose: the norm of an input gradient in the loss."""
     tensors = Case(dtype=torch.float64).inputs()
     losses = []
     for function in (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention):

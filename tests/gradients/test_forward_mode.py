@@ -1,4 +1,4 @@
-"""Forward mode by the operator attention_jvp: every pair of options, and what is special about tangents."""
+"""Forward mode by the operator attention_jvp: every pair of options, and special cases of tangents."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def qkv(*lengths: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Of two lengths or one."""
+    """Draws query, key and value, with one length or with that of the query and that of the keys."""
     return [torch.randn(2, 2, length, 4, dtype=dtype) for length in (lengths[0], lengths[-1], lengths[-1])]
 
 
 @pytest.fixture
 def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of the formula fails."""
+    """Makes calls of the formula fail."""
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("the formula was called")
@@ -41,13 +41,13 @@ def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", derivatives.CASES, ids=str)
-def test_pair_of_options(case: Case, kernel: str) -> None:
-    """Second derivatives too, which share their judge."""
+def test_pair_of_options(case: Case, tangent_kernel: str) -> None:
+    """Second derivatives are checked as well, as they share the judge."""
     derivatives.check(case)
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_against_finite_differences(mask: str | None, kernel: str, no_formula: None) -> None:
+def test_against_finite_differences(mask: str | None, tangent_kernel: str, no_formula: None) -> None:
     case = Case(
         batch=1, heads=2, kv_heads=1, queries=3, keys=4, head_dim=2, value_dim=2, dtype=torch.float64,
         mask=mask, alibi=1, sinks=1, softcap=1.2, lse=True,
@@ -59,7 +59,7 @@ def test_against_finite_differences(mask: str | None, kernel: str, no_formula: N
 
 
 def test_eager_level_and_its_gradients(no_formula: None) -> None:
-    """forward_ad.dual_level, whose results are differentiated by primals and tangents."""
+    """Results within forward_ad.dual_level can be differentiated by primals and tangents."""
     points = [tensor.requires_grad_() for tensor in (*qkv(3, 5), *qkv(3, 5))]
 
     def total(attend: Any) -> Tensor:
@@ -81,7 +81,7 @@ def test_eager_level_and_its_gradients(no_formula: None) -> None:
 
 
 def test_gradients_within_an_eager_level(no_formula: None) -> None:
-    """The tangents of gradients, which depend on those of the inputs."""
+    """Gradients have tangents, which depend on those of the inputs."""
     points = [tensor.requires_grad_() for tensor in qkv(3, 5)]
     tangents = qkv(3, 5)
 
@@ -110,7 +110,7 @@ def test_a_level_without_tangents() -> None:
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "alibi_slopes", "sinks"])
 def test_one_tangent_alone(name: str, no_formula: None) -> None:
-    """What is missing is 0; the tangents of one input are mapped, the others are shared by all slices."""
+    """A missing tangent is 0; the tangents of one input are mapped, the other inputs are shared."""
     case = Case(queries=3, keys=5, dtype=torch.float64, mask="float square", alibi=1, sinks=1, lse=True)
     tensors = {key: tensor.detach() for key, tensor in case.inputs().items()}
     tensors["attn_mask"] = tensors["attn_mask"].nan_to_num(neginf=-1.0)
@@ -137,7 +137,7 @@ def test_linearize(no_formula: None) -> None:
 
 
 def test_jacobian_of_packed_sequences(no_formula: None) -> None:
-    """And of jagged tensors, which are packed sequences."""
+    """Jagged tensors are packed sequences, too."""
     query, key, value = (torch.randn(7, 2, 3, dtype=torch.float64) for _ in range(3))
     starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     tangents = tuple(torch.randn_like(tensor) for tensor in (query, key, value))
@@ -158,8 +158,8 @@ def test_jacobian_of_packed_sequences(no_formula: None) -> None:
                                jacfwd(lambda k: exact(query, k, value)[0])(key))  # fmt: skip
 
 
-def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
-    """In primals and in tangents of keys, values and the mask."""
+def test_a_hidden_nan_stays_hidden(tangent_kernel: str) -> None:
+    """The NaN may be in primals and in tangents of keys, values and the mask."""
     query, key, value = qkv(5, 7)
     mask = torch.randn(5, 7, dtype=torch.float64)
     mask[:, 2] = mask[3] = -torch.inf
@@ -179,7 +179,7 @@ def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
     assert not lse[:, :, 3].any()
 
 
-def test_rows_hidden_by_the_lowest_number(kernel: str) -> None:
+def test_rows_hidden_by_the_lowest_number(tangent_kernel: str) -> None:
     query, key, value = qkv(5, 7, dtype=torch.float32)
     mask = torch.zeros(5, 7)
     mask[:, 2] = mask[3] = torch.finfo(torch.float32).min
@@ -196,7 +196,7 @@ def test_rows_hidden_by_the_lowest_number(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)])
-def test_nothing_to_attend_to(lengths: tuple[int, int], kernel: str) -> None:
+def test_nothing_to_attend_to(lengths: tuple[int, int], tangent_kernel: str) -> None:
     points = tuple(qkv(*lengths))
     out, tangent = jvp(lambda *points: scaled_dot_product_attention(*points), points, points)
     assert out.shape == tangent.shape == (2, 2, lengths[0], 4)
@@ -204,7 +204,7 @@ def test_nothing_to_attend_to(lengths: tuple[int, int], kernel: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["transposed", "offset", "columns"])
-def test_layouts_of_tangents(layout: str, kernel: str) -> None:
+def test_layouts_of_tangents(layout: str, tangent_kernel: str) -> None:
     points = tuple(qkv(5, 7))
     tangents = [torch.randn_like(tensor) for tensor in points]
     moved = tuple(laid_out(tangent, layout) for tangent in tangents)
@@ -217,7 +217,7 @@ def test_layouts_of_tangents(layout: str, kernel: str) -> None:
         torch.testing.assert_close(result, shared[0], rtol=0, atol=0)
 
 
-def test_the_same_bits_on_any_number_of_threads(kernel: str) -> None:
+def test_the_same_bits_on_any_number_of_threads(tangent_kernel: str) -> None:
     points = tuple(qkv(130, 300, dtype=torch.float32))
     tangents = tuple(torch.randn_like(tensor) for tensor in points)
     results = []
@@ -229,7 +229,7 @@ def test_the_same_bits_on_any_number_of_threads(kernel: str) -> None:
 
 
 def test_no_matrices() -> None:
-    """With them this took 160 GB."""
+    """With (L, S) matrices this would take 160 GB."""
     points = tuple(torch.randn(1, 1, 200_000, 4) for _ in range(3))
 
     def attend(*points: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def test_weights_have_tangents_by_the_formula() -> None:
 
 
 def test_scores_and_softmax(kernel: str) -> None:
-    """Each is its own tangent: a product, and a symmetric matrix of derivatives."""
+    """The tangent of each is computed by itself: a product, and a symmetric matrix of derivatives."""
     query, key, _ = (tensor[:1].requires_grad_() for tensor in qkv(3, 4))
     check = {"check_forward_ad": True, "check_batched_forward_grad": True, "check_batched_grad": True}
     assert torch.autograd.gradcheck(lambda q, k: attention_scores(q, k, 0.3), (query, key), **check)

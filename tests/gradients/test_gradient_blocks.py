@@ -1,6 +1,7 @@
-"""Gradients of many strips of queries and blocks of keys at once, as kernels for tiles compute them where
-options leave the scores alone: against the formula, and bit by bit against the same kernel block by block,
-which a mask of zeros makes it.
+"""Gradients of many strips of queries and blocks of keys at once, as kernels for tiles compute them.
+
+They do so if no option changes the scores. The gradients are compared with the formula and, bit by bit, with
+the same kernel block by block, which a mask of zeros makes it use.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 from cases import Case, check
 from torch import Tensor
 
-#: Around a strip of 16 or 32 queries, a panel of 128, and one query more.
+#: Numbers of queries around a strip of 16 or 32, and around a panel of 128.
 QUERIES = (1, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 257)
-#: Around groups of 32 keys, blocks of 64, and the 512 that are loaded at a time.
+#: Numbers of keys around groups of 32, blocks of 64, and the 512 that are loaded at a time.
 KEYS = (31, 32, 63, 64, 65, 127, 128, 129, 257, 512, 577)
-#: Of keys and values: one to four panels of 32 columns, long sums, and no whole panels.
+#: Dims of keys and values: one to four panels of 32 columns, long sums, and parts of panels.
 DIMS = ((64, 64), (32, 96), (128, 64), (128, 128), (62, 64), (80, 64), (17, 48))
-#: Numbers that are one, two and three pieces of bfloat16, and how many of their products are taken.
+#: Arithmetics in which numbers are one, two or three bfloat16 pieces, with different numbers of products.
 ARITHMETICS = (
     (torch.bfloat16, "highest"),
     (torch.float16, "highest"),
@@ -40,13 +41,13 @@ of_arithmetics = pytest.mark.parametrize(("dtype", "precision"), ARITHMETICS, id
 def inputs(
     queries: int, keys: int, dims: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat16
 ) -> list[Tensor]:
-    """Query, key and value of two heads that share one of keys and values, and the output's gradient."""
+    """Draws query, key and value of two heads that share a kv head, and the output's gradient."""
     shapes = (2, queries, dims[0]), (1, keys, dims[0]), (1, keys, dims[1]), (2, queries, dims[1])
     return [torch.randn(1, *shape).to(dtype) for shape in shapes]
 
 
 def assert_same(tensors: list[Tensor], scale: float = 0.125, **options: Any) -> None:
-    """Gradients with and without a mask of zeros, from the same output and row statistics."""
+    """Asserts equal gradients with and without a mask of zeros, for the same output and row statistics."""
     query, key, value, grad_out = tensors
     out, row_max, row_sum, residual = torch.ops.selfattn.attention_forward(
         query, key, value, scale, need_residual=True, **options
@@ -69,7 +70,7 @@ def test_same_bits_at_all_sizes(isa: str, is_causal: bool) -> None:
 
 @pytest.mark.parametrize(("dtype", "precision"), [*ARITHMETICS[1:], (torch.float32, "medium")], ids=str)
 def test_same_bits_of_other_types(isa: str, dtype: torch.dtype, precision: str) -> None:
-    """Strips of 17 to 32 queries, and one to nine blocks of keys, with some left or not."""
+    """There are strips of 17 to 32 queries, and one to nine blocks of keys, some with a remainder."""
     for queries, keys in itertools.product((17, 32, 33, 65), (63, 64, 127, 192, 577)):
         tensors = inputs(queries, keys, dtype=dtype)
         assert_same(tensors, float32_precision=precision)
@@ -97,7 +98,7 @@ def test_same_bits_of_all_dims(isa: str, dims: tuple[int, int], dtype: torch.dty
 def test_same_bits_around_numbers_that_are_none(
     isa: str, junk: float, dtype: torch.dtype, precision: str
 ) -> None:
-    """In a query, a key, a value and a row of the output's gradient, where they are seen and where not."""
+    """The junk is in a query, a key, a value or a row of the output's gradient, visible or hidden."""
     for which, row in itertools.product(range(4), (0, 70, 130, -1)):
         tensors = inputs(160, 192, dtype=dtype)
         tensors[which][..., row, 3] = junk
@@ -107,7 +108,7 @@ def test_same_bits_around_numbers_that_are_none(
 
 @of_arithmetics
 def test_same_bits_of_all_magnitudes(isa: str, dtype: torch.dtype, precision: str) -> None:
-    """Weights of 0 beside others, maxima that move from block to block, huge and tiny gradients."""
+    """There are weights of 0 beside others, maxima that move between blocks, huge and tiny gradients."""
     factors = (3e4, 100.0, 1e-6) if dtype == torch.float16 else (1e30, 100.0, 1e-30)
     for which, factor in itertools.product(range(4), factors):
         tensors = inputs(160, 320, dtype=dtype)
@@ -119,7 +120,7 @@ def test_same_bits_of_all_magnitudes(isa: str, dtype: torch.dtype, precision: st
 
 
 def check_sizes(queries: int, dtype: torch.dtype, turn: int) -> None:
-    """Every number of keys, some of them causal; the others in another turn."""
+    """Checks every number of keys, some of them causal; another turn has the causal rule for the others."""
     for place, keys in enumerate((64, 128, 129), QUERIES.index(queries) + TYPES.index(dtype) + turn):
         check(Case(1, 2, 1, queries, keys, 64, 32, dtype, is_causal=place % 2 == 1))
 

@@ -16,11 +16,11 @@ from selfattn_ext import (
     scaled_dot_product_attention,
 )
 
-# Thousands of tiny steps, which several threads only slow down.
+# There are thousands of tiny steps, which several threads only slow down.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-#: Small float64 cases that between them have every option.
+#: Small float64 cases that together have every option.
 CASES = [
     Case(queries=4, keys=5, head_dim=3, value_dim=2, dtype=torch.float64, **options)
     for options in (
@@ -58,7 +58,7 @@ def test_layouts_of_the_gradient_of_out(dtype: torch.dtype, layout: str, kernel:
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(("keys", "is_causal"), [(64, False), (192, True), (200, False)])
 def test_keys_beyond_the_end_stay_out(dtype: torch.dtype, keys: int, is_causal: bool, kernel: str) -> None:
-    """exp(-lse) overflows at lse < -88.7, and keys of 0 beyond the end would have scores of 0."""
+    """If keys of 0 beyond the end had scores of 0, they would show, as exp(-lse) overflows at lse < -88.7."""
     check(
         Case(
             1,
@@ -106,7 +106,7 @@ def test_no_less_accurate_than_torch(dtype: torch.dtype, is_causal: bool, kv_hea
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("way", ["plain", "lse", "mask", "torch.func", "weights"])
 def test_rounding_of_the_output_stays_out_of_gradients(dtype: torch.dtype, way: str, kernel: str) -> None:
-    """Values far from 0 round to coarse outputs, which the difference of two large terms must not see."""
+    """Values far from 0 have coarsely rounded outputs, which must not enter a difference of large terms."""
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 70, 16)
     value = 30 + torch.randn(1, 2, 70, 16)
     points = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
@@ -200,7 +200,7 @@ def test_backward_twice_and_checkpoint() -> None:
 
     for reentrant in (False, True):
         torch.manual_seed(case.seed)
-        # A reentrant one takes no torch.autograd.grad, and knows the tensors that are its arguments alone.
+        # A reentrant checkpoint refuses torch.autograd.grad, and only knows tensors that are its arguments.
         point = tensors["query"].detach().requires_grad_()
         torch.utils.checkpoint.checkpoint(attend, point, use_reentrant=reentrant).sum().backward()
         assert torch.equal(point.grad, first)

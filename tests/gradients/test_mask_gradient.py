@@ -1,4 +1,4 @@
-"""The gradient of a float mask: whatever it was broadcast over, with any number of threads."""
+"""The gradient of a float mask: every broadcast, any number of threads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from selfattn_ext import reference, scaled_dot_product_attention
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and chunks of keys with a rest
 
-#: Sizes of the mask by whether it has batch, heads, queries and keys.
+#: Shapes of the mask: each of batch, heads, queries and keys has its size or 1.
 SHAPES: list[tuple[int, ...]] = list(itertools.product((BATCH, 1), (HEADS, 1), (QUERIES, 1), (KEYS, 1)))
 
-#: (dtype, that of the mask, heads of key and value); the last two masks are not of the sums' dtype.
+#: (dtype, dtype of the mask, kv heads); the last two masks differ in dtype from the sums.
 KINDS = [
     (torch.float32, torch.float32, 4),
     (torch.float32, torch.float32, 1),
@@ -39,7 +39,7 @@ POSITIONS: list[dict[str, Any]] = [
 
 
 def hidden_mask(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A mask that hides whole blocks, where it can tell keys apart, and otherwise whole rows."""
+    """Draws a mask that hides whole blocks or, if it is the same for all keys, whole rows."""
     mask = torch.randn(shape, dtype=torch.float64)
     if shape[3] > 1:
         mask[..., 128:256] = -torch.inf
@@ -60,8 +60,8 @@ def run(tensors: dict[str, Tensor], cotangent: Tensor, attend: Any, **options: A
 def judges(
     tensors: dict[str, Tensor], cotangent: Tensor, shape: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor], float]:
-    """The gradients in float64, those in the dtype of the tensors, and how large what a gradient of the mask
-    is a sum of is.
+    """Returns the gradients in float64, those in the tensors' dtype, and the size of the terms that a
+    gradient of the mask is a sum of.
     """
     exact_tensors = {name: x.detach().double() for name, x in tensors.items()}
     exact_tensors["attn_mask"] = exact_tensors["attn_mask"].expand(BATCH, HEADS, QUERIES, KEYS)
@@ -69,7 +69,7 @@ def judges(
         {n: x.requires_grad_() for n, x in exact_tensors.items()}, cotangent, reference.attention, **options
     )
     peer = run(tensors, cotangent, reference.attention, **options)
-    # Sums over many elements of both signs: what they are sums of is larger than they are.
+    # A sum over many elements of both signs is smaller than the sum of their magnitudes.
     terms = float(exact[3].abs().sum_to_size(shape).max())
     exact[3] = exact[3].sum_to_size(shape)
     return exact, peer, terms
@@ -123,7 +123,7 @@ def of_kind(number: int) -> str:
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=of_kind)
 @pytest.mark.parametrize("shape", SHAPES[::3], ids=lambda shape: "x".join(map(str, shape)))
 def test_dtypes_and_groups(shape: tuple[int, ...], number: int, isa: str, one_thread: None) -> None:
-    """Every third of the shapes: among them are all pairs of two sizes."""
+    """Every third of the shapes is checked; among them are all pairs of sizes of two dimensions."""
     check_kind(shape, number)
 
 
@@ -144,7 +144,7 @@ def test_dtypes_and_groups_of_the_other_shapes(
     "shape", [(70, 100), (70, 1), (1, 100), (1, 1)], ids=lambda shape: "x".join(map(str, shape))
 )
 def test_masks_of_any_magnitude(shape: tuple[int, ...], kernel: str) -> None:
-    """A kernel's vectors go past the last query, where such a score has no maximum to be compared with."""
+    """A kernel's vectors reach beyond the last query, where no maximum is subtracted from such a score."""
     query, key, value = (torch.randn(1, 2, length, DIM) for length in (70, 100, 100))
     mask = (1000 + torch.randn(shape)).requires_grad_()
     (grad,) = torch.autograd.grad(scaled_dot_product_attention(query, key, value, mask).sin().sum(), mask)

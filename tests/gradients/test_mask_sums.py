@@ -1,4 +1,4 @@
-"""What the sums of a float mask's gradient lose, compared with torch's sum of the same numbers."""
+"""Accuracy of the sums in a float mask's gradient, compared with torch's sum of the same numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from selfattn_ext import scaled_dot_product_attention
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and chunks of keys with a rest
 
 
-#: A number for each row, or one for each column or for all.
+#: Shapes of masks that have a number for each row, for each column, or one for all.
 SHAPES = [
     *itertools.product((BATCH, 1), (HEADS, 1), (QUERIES,), (1,)),
     *itertools.product((BATCH, 1), (HEADS, 1), (1,), (KEYS, 1)),
 ]
-#: All of them of float32; of float64 a third here, and the others in .ci/run.
+#: All of them in float32; a third of them in float64 here, and the others in .ci/run.
 KINDS = [
     *((shape, torch.float32) for shape in SHAPES),
     *((shape, torch.float64) for shape in SHAPES[::3]),
@@ -38,8 +38,8 @@ def named(value: object) -> str:
 def test_sums_are_as_accurate_as_torchs(
     shape: tuple[int, ...], mask_dtype: torch.dtype, kernel: str, one_thread: None
 ) -> None:
-    """Of the same numbers, those that a mask of the full size gets. Each row of them sums up to 0, so that
-    what a sum loses on the way is all that is left.
+    """The numbers are the gradient of a mask of the full size. Each of their rows sums to 0, so that only
+    the errors of a sum are left.
     """
     squares, squares_of_torch = 0.0, 0.0
     for offset in (KEYS, 490):

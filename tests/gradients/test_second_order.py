@@ -1,5 +1,6 @@
-"""Second derivatives by attention_backward_backward, in every mode that asks for them; every pair
-of options is in test_forward_mode.py.
+"""Second derivatives by attention_backward_backward, in every mode that asks for them.
+
+test_forward_mode.py has every pair of options.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def every(points: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(range(len(points)))
 
 
-#: name -> what is computed of a loss, its points and a direction.
+#: name -> a derivative of a loss f at points, some along a direction.
 COMPOSITIONS: dict[str, Any] = {
     "jvp of grad": lambda f, points, along: jvp(grad(f, every(points)), points, along),
     "grad of jvp": lambda f, points, along: grad(lambda *p: jvp(f, p, along)[1], every(points))(*points),
@@ -53,7 +54,7 @@ COMPOSITIONS: dict[str, Any] = {
         *(tuple(torch.stack([t, 2 * t]) for t in given) for given in (points, along)),
     ),
 }
-#: Of third order, or forward mode in forward mode.
+#: Derivatives of third order, and forward mode in forward mode.
 BY_FORMULA: dict[str, Any] = {
     "jvp of jvp": lambda f, points, along: jvp(lambda *p: jvp(f, p, along)[1], points, along),
     "jvp of jvp of grad": lambda f, points, along: jvp(
@@ -85,11 +86,11 @@ def test_compositions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_higher_compositions(name: str) -> None:
-    """torch turns forward mode off in a jvp: Note [Nested forward mode]."""
+    """torch turns forward mode off in a jvp, as Note [Nested forward mode] explains."""
     compare(BY_FORMULA[name])
 
 
-def test_against_finite_differences(no_formula: None, kernel: str) -> None:  # noqa: F811
+def test_against_finite_differences(no_formula: None, tangent_kernel: str) -> None:  # noqa: F811
     case = Case(
         batch=1, heads=2, kv_heads=1, queries=2, keys=3, head_dim=2, value_dim=2, dtype=torch.float64,
         mask="float rows", sinks=1, softcap=1.2, lse=True,
@@ -116,7 +117,7 @@ def test_packed_sequences(no_formula: None) -> None:  # noqa: F811
         torch.testing.assert_close(*results)
 
 
-def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
+def test_a_hidden_nan_stays_hidden(tangent_kernel: str) -> None:
     seen = torch.ones(5, 7, dtype=torch.bool)
     seen[:, 2] = seen[3] = False
     points, along = qkv(5, 7), qkv(5, 7)
@@ -134,7 +135,7 @@ def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
     assert not clean[0][:, :, 3].any()
 
 
-def test_the_same_bits_on_any_number_of_threads(kernel: str) -> None:
+def test_the_same_bits_on_any_number_of_threads(tangent_kernel: str) -> None:
     points, along = (tuple(qkv(130, 300, dtype=torch.float32)) for _ in range(2))
 
     def loss(*points: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def test_the_same_bits_on_any_number_of_threads(kernel: str) -> None:
 
 
 def test_no_matrices() -> None:
-    """With them this took several times 160 GB."""
+    """With (L, S) matrices this would take several times 160 GB."""
     points = [torch.randn(1, 1, 200_000, 4, requires_grad=True) for _ in range(3)]
 
     def second(points: Any) -> Any:
@@ -164,7 +165,7 @@ def test_no_matrices() -> None:
 
 @pytest.mark.parametrize("name", ["jvp of grad", "grad of grad"])
 def test_compiled(name: str) -> None:
-    """By inductor: tests/clients/test_inductor.py."""
+    """This checks only the trace; tests/clients/test_inductor.py compiles by inductor."""
     points = tuple(
         point.requires_grad_() for point in (*qkv(2, 3), torch.randn(2, 1, 3, dtype=torch.float64))
     )

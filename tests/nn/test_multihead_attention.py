@@ -33,7 +33,7 @@ OPTIONS: dict[str, list[Any]] = {
 
 
 def pairwise(options: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Cases in which every value of each option meets every value of each other option at least once."""
+    """Yields cases in which every value of an option meets every value of each other option."""
     names = list(options)
     left = {
         (a, x, b, y)
@@ -47,7 +47,7 @@ def pairwise(options: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
     while left:
         tried = [{name: draw.randrange(len(options[name])) for name in names} for _ in range(200)]
-        # One case starts from a pair that is left, so that each round makes progress.
+        # One case starts from a pair that is still missing, so that each round makes progress.
         a, x, b, y = min(left)
         tried.append({**tried[0], a: x, b: y})
         best = max(tried, key=lambda case: len(pairs(case) & left))
@@ -70,7 +70,7 @@ def make_pair(**options: Any) -> tuple[MultiheadAttention, torch.nn.MultiheadAtt
 
 
 def make_masks(case: dict[str, Any], source: int) -> tuple[Tensor | None, Tensor | None]:
-    """Masks with at least one visible key in each row: torch's own result is NaN otherwise."""
+    """Draws masks with a visible key in each row, as torch's own result is NaN otherwise."""
     batch = 1 if case["layout"] == "unbatched" else BATCH
     dtype = case["dtype"]
     attn_mask: Tensor | None = None
@@ -95,7 +95,7 @@ def make_masks(case: dict[str, Any], source: int) -> tuple[Tensor | None, Tensor
 
 
 def make_inputs(case: dict[str, Any]) -> tuple[list[Tensor], int]:
-    """The different tensors among query, key and value, and S."""
+    """Draws the different tensors among query, key and value; returns them and S."""
     widths = {"self": [EMBED], "shared": [EMBED] * 2, "separate": [EMBED] * 3, "kdim_vdim": [EMBED, 5, 9]}
     source = LENGTH if case["inputs"] == "self" else SOURCE
     tensors = []
@@ -113,7 +113,7 @@ def widen(mask: Tensor | None) -> Tensor | None:
 def run(
     module: torch.nn.Module, tensors: list[Tensor], masks: tuple[Any, Any], case: dict[str, Any]
 ) -> dict[str, Any]:
-    """Output, weights and, where the mode has them, the gradients of inputs, parameters and float mask."""
+    """Computes output, weights and, if the mode has them, gradients of inputs, parameters and float mask."""
     has_grad = case["mode"] != "eval_no_grad"
     tensors = [tensor.clone().requires_grad_(has_grad) for tensor in tensors]
     attn_mask, padding = masks
@@ -173,7 +173,7 @@ def test_agrees_with_torch(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}])
 @pytest.mark.parametrize("give_mask", [False, True])
 def test_is_causal(weights: bool, padding: bool, extra: dict[str, bool], give_mask: bool) -> None:
-    """With the hint the result is that of the causal mask, whether the mask is given or not."""
+    """With the hint the result is that of the causal mask, with and without this mask."""
     torch.manual_seed(1)
     ours, theirs = make_pair(dtype=torch.float64, **extra)
     x = torch.randn(LENGTH, BATCH, EMBED, dtype=torch.float64)

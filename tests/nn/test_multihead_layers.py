@@ -23,7 +23,7 @@ FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 
 
 class Recorder(TorchDispatchMode):
-    """Names of the operators that run inside it."""
+    """Records the names of the operators that run inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Recorder(TorchDispatchMode):
 
 
 def make_layers(**options: Any) -> tuple[torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoderLayer]:
-    """torch's encoder layer with our attention in it, and the layer as it is."""
+    """Returns torch's encoder layer with our attention in it, and the unchanged layer."""
     theirs = torch.nn.TransformerEncoderLayer(EMBED, HEADS, 24, dropout=0.0, batch_first=True)
     ours = copy.deepcopy(theirs)
     ours.self_attn = MultiheadAttention(EMBED, HEADS, batch_first=True, **options)
@@ -59,7 +59,7 @@ def test_encoder_layer_trains_alike() -> None:
 
 @pytest.mark.cpu_only("torch.set_default_device shuts torch's fast path")
 def test_encoder_layer_fast_path() -> None:
-    """In eval mode torch computes the plain layer from its parameters, and must not do so where it cannot."""
+    """In eval mode torch computes the plain layer from its parameters, but no layer with our options."""
     torch.manual_seed(10)
     x = torch.randn(BATCH, LENGTH, EMBED)
     ours, theirs = make_layers()
@@ -161,7 +161,7 @@ def test_compiles_without_a_graph_break(options: dict[str, Any]) -> None:
 
 
 def test_functional_transforms() -> None:
-    """An ensemble by vmap, and gradients of each sample by vmap of grad."""
+    """vmap computes an ensemble, and vmap of grad computes the gradients of each sample."""
     modules = [MultiheadAttention(16, HEADS, batch_first=True) for _ in range(3)]
     x = torch.randn(BATCH, LENGTH, 16)
 

@@ -1,4 +1,4 @@
-"""MultiheadAttention: the options that torch has not, what reaches the kernels, what is refused."""
+"""MultiheadAttention: options that torch lacks, arguments of the kernels, refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMBED, HEADS, LENGTH, SOURCE, BATCH = 12, 4, 5, 7, 3
 
 
 def test_grouped_heads_equal_repeated_heads() -> None:
-    """H_kv heads do what H heads do whose parameters repeat in groups."""
+    """H_kv heads compute the same as H heads whose parameters repeat in groups."""
     torch.manual_seed(6)
     for kv_heads, options in (
         (1, {}),
@@ -103,7 +103,7 @@ def test_window_is_a_band_mask() -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What each call hands to the attention function."""
+    """Records what each call passes to the attention function."""
     calls: list[dict[str, Any]] = []
     attend: Callable[..., Any] = multihead_attention.scaled_dot_product_attention
 

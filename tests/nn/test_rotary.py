@@ -1,4 +1,4 @@
-"""apply_rotary and rotary_factors against the formula in float64: pairs as complex numbers, turned."""
+"""apply_rotary and rotary_factors against the formula in float64, a product of complex numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfattn_ext import KVCache, apply_rotary, nn, rotary_factors
 
 
 def turned(x: Tensor, positions: Tensor, interleaved: bool, base: float = 10000.0) -> Tensor:
-    """Of x (..., D) with the position of each of its vectors."""
+    """Rotates x (..., D) by the position of each of its vectors."""
     pairs = x.shape[-1] // 2
     parts = x.double().unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
     both = parts.unbind(-1) if interleaved else parts.unbind(-2)
@@ -46,7 +46,7 @@ def test_positions_of_sequences(dtype: torch.dtype, layout: str, interleaved: bo
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_factors_of_16_bits_are_numbers_like_others(dtype: torch.dtype, interleaved: bool) -> None:
-    """FlashAttention wants tables of the query's dtype: the result is rounded once with them too."""
+    """FlashAttention needs tables of the query's dtype; with them, too, the result is rounded once."""
     x = torch.randn(2, 3, 7, 16).to(dtype)
     table = [part.to(dtype) for part in rotary_factors(torch.arange(100), 16)]
     places = torch.randint(0, 100, (2, 7))
@@ -55,7 +55,7 @@ def test_factors_of_16_bits_are_numbers_like_others(dtype: torch.dtype, interlea
         x.double(), (table[0][places].double(), table[1][places].double()), interleaved=interleaved
     )
     assert result.dtype == dtype
-    # Half a unit in the last place, and what float32 makes of the sum before.
+    # The bound is half a unit in the last place, plus the error of the sum in float32 before.
     assert ((result.double() - wide).abs() <= wide.abs() * torch.finfo(dtype).eps * 0.501 + 1e-6).all()
 
 
@@ -66,7 +66,7 @@ def test_positions_that_the_batch_shares(layout: str) -> None:
     wide = apply_rotary(x, positions.expand(2, 5), layout=layout)
     assert torch.equal(apply_rotary(x, positions, layout=layout), wide)
     assert torch.equal(apply_rotary(x, positions[None], layout=layout), wide)
-    # As the layer's own function has it.
+    # The layer's own function gives the same.
     own = nn.rotary_embedding(x, positions if layout == "bhld" else positions[:, None])
     assert torch.equal(wide, own)
 
@@ -86,7 +86,7 @@ def test_frequencies_in_place_of_a_base() -> None:
 
 
 def test_scores_depend_on_distances_alone() -> None:
-    """As far as the formula's do, whose angles are rounded too: the more, the larger they are."""
+    """The error may be that of the formula, whose angles are also rounded, the larger ones more."""
     query, key = torch.randn(2, 1, 1, 6, 32, dtype=torch.float64).unbind(0)
     near, far = torch.arange(6), torch.arange(6) + 100_000
     exact, peer = (turned(query, at, False) @ turned(key, at, False).mT for at in (near, far))
@@ -97,7 +97,7 @@ def test_scores_depend_on_distances_alone() -> None:
 
 @pytest.mark.parametrize("page_size", [None, 2])
 def test_with_a_cache(page_size: int | None) -> None:
-    """Keys are turned before they enter the cache; positions come from it, in batches and packed."""
+    """Keys are rotated before they enter the cache; positions come from it, in batches and packed."""
     cache = KVCache(1, 2, 2, 8, 8, page_size=page_size)
     query, key, value = torch.randn(3, 2, 2, 8, 8).unbind(0)  # batch, heads, length
     turned_query, turned_key = apply_rotary(query, torch.arange(8)), apply_rotary(key, torch.arange(8))
@@ -135,7 +135,7 @@ X, P = torch.randn(2, 3, 4, 8), torch.arange(4)
         (ValueError, r"\(2, 4\) or \(4,\) for x .* got \(3,\)", lambda: apply_rotary(X, P[:3])),
         (ValueError, r"must be \(3,\) for x", lambda: apply_rotary(X[0].transpose(0, 1)[:3], P)),
         (ValueError, r"\(2, 3\) or \(3,\)", lambda: apply_rotary(X, P, layout="blhd")),
-        (ValueError, "for 16 features and x has 8", lambda: apply_rotary(X, rotary_factors(P, 16))),
+        (ValueError, "for 16 features, more than the 8 of x", lambda: apply_rotary(X, rotary_factors(P, 16))),
         (TypeError, "positions must be a tensor or what", lambda: apply_rotary(X, range(4))),
         (TypeError, "tensor of real numbers, got torch.complex64", lambda: rotary_factors(P * 1j, 4)),
         (ValueError, "even number above 0, got 3", lambda: rotary_factors(P, 3)),

@@ -1,4 +1,4 @@
-"""The same bits whatever the number of threads, the run, and the batch that a row is computed in."""
+"""Determinism: the same bits for any number of threads, in every run, in any batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = [
         {"dtype": torch.float16, "dropout_p": 0.3, "softcap": 3.0, "window": (30, 20), "query_offset": 50},
     )
 ] + [
-    # Work that is divided along the queries or along the keys, enough of it to be worth three threads.
+    # These are divided along the queries or the keys, and are large enough for three threads.
     Case(batch=1, heads=1, kv_heads=1, queries=300, keys=130, mask="float rows"),
     Case(batch=1, heads=2, kv_heads=1, queries=2, keys=9000),
 ]
@@ -44,8 +44,8 @@ def test_threads_and_runs(case: Case, isa: str, one_thread: None) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_threads_with_a_window(isa: str, head_dim: int, one_thread: None) -> None:
-    """Many keys, of which the queries that a thread takes at a time see a part: that part begins elsewhere
-    where there are more threads.
+    """The queries that a thread takes at a time see a part of many keys, which begins elsewhere if there
+    are more threads.
     """
     query, key, value = (torch.randn(1, 1, 900, head_dim) for _ in range(3))
     alone = scaled_dot_product_attention(query, key, value, window_size=(500, 50))
@@ -58,7 +58,7 @@ def test_threads_with_a_window(isa: str, head_dim: int, one_thread: None) -> Non
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_rows_do_not_depend_on_their_batch(case: Case, isa: str) -> None:
     if case.dropout_p:
-        # The pattern of dropout counts the batch, on purpose.
+        # The dropout pattern depends on the number of a batch element, by definition.
         case = replace(case, dropout_p=0.0)
     tensors = case.inputs()
     names = ("query", "key", "value")
@@ -81,7 +81,7 @@ def test_rows_do_not_depend_on_their_batch(case: Case, isa: str) -> None:
 
 
 def test_queries_do_not_depend_on_their_neighbours(isa: str) -> None:
-    """The same tile edges on both sides; the keys of a row are all that counts."""
+    """A query depends only on its keys, if both calls have the same tile edges."""
     case = Case(queries=96, keys=200, head_dim=32)
     tensors = case.inputs()
     whole = case.run(tensors)["out"]
@@ -94,8 +94,8 @@ def test_queries_do_not_depend_on_their_neighbours(isa: str) -> None:
 def test_gradients_do_not_depend_on_how_queries_are_taken_together(
     dtype: torch.dtype, queries: int, isa: str
 ) -> None:
-    """One by one, strips of queries add to the gradients of keys and values where a mask's gradient is summed
-    up over heads, several at once where it is not asked for. The key beyond whole blocks has one of its own.
+    """If a mask's gradient is summed over heads, strips of queries add to the gradients of keys and values
+    one by one; otherwise several do at once. The key beyond whole blocks has a block of its own.
     """
     tensors = [torch.randn(1, 2, n, 32, dtype=dtype, requires_grad=True) for n in (queries, 129, 129)]
     mask = torch.randn(queries, 129)
@@ -126,7 +126,7 @@ def test_softmax_and_scores(dtype: torch.dtype, isa: str, one_thread: None) -> N
 
 
 def test_inside_another_parallel_region(one_thread: None) -> None:
-    """Called from several Python threads at once, as data-parallel trainers do."""
+    """Several Python threads call at once, as in data-parallel trainers."""
     case = CASES[1]
     tensors = case.inputs()
     alone = everything(case, tensors)

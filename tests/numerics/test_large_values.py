@@ -15,8 +15,8 @@ from selfattn_ext import attention_with_kvcache, reference, scaled_dot_product_a
 
 
 def large_values(dtype: torch.dtype, keys: int) -> tuple[Tensor, Tensor]:
-    """Values with columns near the largest number, all of a sign and of both, beside ordinary ones; and the
-    same with the former divided by what they have in common.
+    """Returns values whose columns LARGE are near the largest number, with one sign or both, and the same
+    values with these columns divided by their common factor.
     """
     small = torch.randn(2, 1, keys, 24).to(dtype)
     small[..., 0], small[..., 1], small[..., 17] = 1.0, -1.0, 1.0
@@ -34,8 +34,8 @@ ORDINARY = [column for column in range(24) if column not in LARGE]
 @pytest.mark.parametrize("queries", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
 def test_means_of_large_values(dtype: torch.dtype, queries: int, keys: int, kernel: str) -> None:
-    """The formula divides weights by their sum before they meet the values: it has a mean of these where
-    their sum overflows.
+    """The formula divides weights by their sum before it multiplies the values, so it has a mean even if
+    the sum of the weighted values overflows. So must the kernels.
     """
     query, key = (torch.randn(2, heads, rows, 40).to(dtype) for heads, rows in ((2, queries), (1, keys)))
     large, small = large_values(dtype, keys)
@@ -56,7 +56,7 @@ def test_means_of_large_values(dtype: torch.dtype, queries: int, keys: int, kern
         out_of_small, *others_of_small = forward([query, key, small], **options)
         exact = forward([part.double() for part in (query, key, small)], **in_double)[0]
         if kernel == "fused-amx" and dtype == torch.float32:
-            # A row of values with a large number has no pieces, and is added as floats.
+            # A row of values with a large number has no pieces, so it is added as floats.
             assert_accurate("beside large numbers", out[..., ORDINARY], exact[..., ORDINARY])
         else:
             assert same_bits(out[..., ORDINARY], out_of_small[..., ORDINARY]), f"beside large, {options}"
@@ -67,7 +67,7 @@ def test_means_of_large_values(dtype: torch.dtype, queries: int, keys: int, kern
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_large_values_of_sequences(dtype: torch.dtype, kernel: str) -> None:
-    """Packed, and in the pages of a cache: the bits of each sequence alone."""
+    """Packed and in the pages of a cache, a sequence has the same bits as alone."""
     queries, keys, page = (2, 30), (300, 7), 16
     points = [[torch.randn(1, 2, count, 40).to(dtype) for count in counts] for counts in (queries, keys)]
     values = [large_values(dtype, count)[0][:1].expand(-1, 2, -1, -1).contiguous() for count in keys]
@@ -97,7 +97,7 @@ def test_large_values_of_sequences(dtype: torch.dtype, kernel: str) -> None:
 @pytest.mark.parametrize("what", ["value", "gradient"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_large_numbers(dtype: torch.dtype, what: str, queries: int, kernel: str) -> None:
-    """They are finite where those of the formula in the same dtype are, and as accurate."""
+    """The gradients are finite where the formula's in the same dtype are, and as accurate."""
     query, key = (torch.randn(2, 1, rows, 40).to(dtype) for rows in (queries, KEYS))
     value = large_values(dtype, KEYS)[0]
     incoming = torch.randn(2, 1, queries, 24).to(dtype) / 64
@@ -122,7 +122,7 @@ def test_gradients_of_large_numbers(dtype: torch.dtype, what: str, queries: int,
 @pytest.mark.parametrize("queries", [1, *LENGTHS])
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
 def test_a_scale_near_the_largest_number(dtype: torch.dtype, queries: int, kernel: str) -> None:
-    """Queries times the scale are infinite and the scores are not, or a softcap bounds them."""
+    """Queries times the scale are infinite, but the scores are not, or a softcap bounds them."""
     scale = 0.9 * float(torch.finfo(reference.accumulation_dtype(dtype)).max)
     query = (8 * torch.randn(2, 2, queries, 40)).to(dtype)
     key, value = (torch.randn(2, 2, KEYS, columns).to(dtype) for columns in (40, 24))

@@ -1,6 +1,6 @@
-"""Products of pieces: wherever an instruction set or a GPU's kernel has them, in every arithmetic they take.
+"""Products of bfloat16 pieces, on every instruction set or GPU kernel and in every arithmetic.
 
-tests/cpu/test_amx_emulated.py runs this file once more where AMX must be emulated.
+tests/cpu/test_amx_emulated.py runs this file again on machines where AMX must be emulated.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Arithmetic:
         return f"{self.where}-{self.precision if self.dtype == FLOAT32 else str(self.dtype)[6:]}"
 
 
-#: On a GPU, and in a process that runs on its kernel in the emulator.
+#: Whether this process tests tensor cores, on a GPU or in the emulator.
 TENSOR_CORES = gpu.DEVICE != "cpu" or forced_kernel.current() == "sm80"
-#: Who has pieces, and who computes in plain floats.
+#: The instruction sets or kernels that have pieces, and the one that computes in plain floats.
 PLACES = ("sm80",) if TENSOR_CORES else ("amx", "avx512_bf16")
 PLAIN = "simt" if TENSOR_CORES else "avx512"
 
@@ -46,7 +46,7 @@ HERE = {"sm80"} if TENSOR_CORES and gpu.DEVICE == "cpu" else set(backends.cpu_is
 if gpu.DEVICE != "cpu":
     HERE = {kernel.name for kernel in backends.available(gpu.DEVICE)}
 
-#: One piece everywhere; more only where they are worth it.
+#: All take one piece; only some take more, where this is faster.
 ARITHMETICS = [
     Arithmetic(where, dtype, precision)
     for where in PLACES
@@ -69,11 +69,11 @@ def forced(where: str) -> AbstractContextManager[None]:
 
 @pytest.fixture(params=ARITHMETICS, ids=str)
 def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
-    """Forced, and proven to be what computes."""
+    """Forces an arithmetic, and checks that it computes."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param.precision)
     with forced(request.param.where):
-        if gpu.DEVICE != "cpu" or not TENSOR_CORES:  # what the emulator stands for is not explained
+        if gpu.DEVICE != "cpu" or not TENSOR_CORES:  # explain() does not know the emulator's kernels
             probe = torch.zeros(1, 1, 16, 16, dtype=request.param.dtype)
             explanation = backends.explain(probe, probe, probe)
             assert request.param.where in (explanation.isa, explanation.kernel)
@@ -82,7 +82,7 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
 
 
 def tensors_of(dtype: torch.dtype, lengths: tuple[int, int], dims: tuple[int, int]) -> dict[str, Tensor]:
-    """Query, key, value and the gradient of the output, of two heads."""
+    """Draws query, key, value and the gradient of the output, for two heads."""
     (queries, keys), (head_dim, value_dim) = lengths, dims
     shapes = (queries, head_dim), (keys, head_dim), (keys, value_dim), (queries, value_dim)
     names = (*NAMES, "grad")
@@ -90,7 +90,7 @@ def tensors_of(dtype: torch.dtype, lengths: tuple[int, int], dims: tuple[int, in
 
 
 def everything(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """All results, and all gradients of the output."""
+    """Computes all results, and all gradients of the output."""
     points = [tensors[name].detach().requires_grad_() for name in NAMES]
     results = scaled_dot_product_attention(*points, **options, return_weights=True, return_lse=True)
     grads = torch.autograd.grad(results[0], points, tensors["grad"])
@@ -98,14 +98,14 @@ def everything(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Signs of zeros too; NaN is NaN."""
+    """Compares bits, signs of zeros included; every NaN equals every other."""
     words = {2: torch.int16, 4: torch.int32}[one.element_size()]
     equal = one.detach().contiguous().view(words) == other.detach().contiguous().view(words)
     return bool((equal | one.isnan() & other.isnan()).all())
 
 
 def junk_of(dtype: torch.dtype) -> tuple[float, ...]:
-    """Numbers without pieces."""
+    """Returns numbers that have no pieces."""
     inf, nan = torch.inf, torch.nan
     return (nan, inf, -inf) if dtype == FLOAT16 else (nan, inf, -inf, 3e38, 2.0**61, 2.0**-81, 1e-40)
 
@@ -136,7 +136,7 @@ def test_hidden_keys_leave_every_bit(hide: str, arithmetic: Arithmetic) -> None:
 
 
 def test_padded_queries_leave_every_bit(arithmetic: Arithmetic) -> None:
-    """Queries that see nothing, and the neighbours of a query that is special."""
+    """Junk in queries that see nothing, or in a neighbouring query, changes no bit."""
     tensors = tensors_of(arithmetic.dtype, (50, 100), (32, 48))
     seen, padding = torch.ones(50, 100, dtype=torch.bool), [4, 20]
     seen[padding] = False
@@ -154,7 +154,7 @@ def test_padded_queries_leave_every_bit(arithmetic: Arithmetic) -> None:
 
 
 def test_batch_does_not_matter(arithmetic: Arithmetic) -> None:
-    """Junk in the other entries of the batch."""
+    """Junk in other batch elements changes no bit."""
     for queries, keys, head_dim in ((5, 17, 16), (49, 65, 40), (97, 129, 64)):
         tensors = tensors_of(arithmetic.dtype, (queries, keys), (head_dim, 33))
         alone = everything(tensors, is_causal=True, query_offset=3)
@@ -169,7 +169,7 @@ def test_batch_does_not_matter(arithmetic: Arithmetic) -> None:
 
 @pytest.mark.parametrize("where", [*NAMES, "grad"])
 def test_visible_numbers_without_pieces(where: str, arithmetic: Arithmetic) -> None:
-    """The results that are no numbers are those of plain float arithmetic."""
+    """The results are infinite or NaN exactly where those of plain float arithmetic are."""
     mask = torch.rand(33, 100) < 0.6
     for junk in (torch.nan, torch.inf, -torch.inf):
         tensors = tensors_of(arithmetic.dtype, (33, 100), (48, 16))
@@ -189,7 +189,7 @@ def errors(
 
 
 def distance(result: Tensor, exact: Tensor) -> float:
-    """Relative to the largest exact number, however small that is."""
+    """Returns the largest difference relative to the largest exact number, however small that is."""
     return float((result.double() - exact).abs().max() / exact.abs().max())
 
 
@@ -204,7 +204,7 @@ def formula(tensors: dict[str, Tensor], dtype: torch.dtype, scale: float | None 
     }
 
 
-#: Factors of query, key, value and the output's gradient.
+#: Factors that multiply query, key, value and the output's gradient.
 FACTORS = [
     (1, 1, 1, 1),
     (10, 1, 1, 1),
@@ -222,7 +222,8 @@ FACTORS = [
 ]
 
 
-#: One piece takes subnormal products as 0 and has few bits for large scores; float16 ends at 65504.
+#: These are fewer, as one piece flushes subnormal products to 0 and has few bits for large scores, and
+#: float16 ends at 65504.
 FACTORS_OF_SHORT = [(1, 1, 1, 1), (8, 1, 1, 1), (1, 1, 1, 2**-10), (1, 1, 2**-10, 1), (1, 1, 100, 1)]
 
 MAGNITUDES = [
@@ -236,12 +237,12 @@ MAGNITUDES = [
 
 @pytest.mark.parametrize(("arithmetic", "factors"), MAGNITUDES, indirect=["arithmetic"], ids=str)
 def test_magnitudes(factors: tuple[float, ...], arithmetic: Arithmetic) -> None:
-    """As accurate as float, or in proportion to the pieces, relative to results of any size."""
+    """Results of any size are as accurate as those of float, or as the number of pieces allows."""
     tensors = tensors_of(FLOAT32, (40, 100), (64, 64))
     for (name, tensor), factor in zip(tensors.items(), factors, strict=True):
         tensors[name] = (tensor * factor).to(arithmetic.dtype)
     exact, peer = formula(tensors, torch.float64), formula(tensors, arithmetic.dtype)
-    # What is left out is 2^-8 per piece of every score, times the scores themselves in the weights.
+    # Each piece leaves out 2^-8 of every score, and weights multiply that by the scores themselves.
     score = max(1.0, float(factors[0] * factors[1]))
     floor = {"highest": 1e-6, "high": 2.0**-15 * score, "medium": 2.0**-7 * score}[arithmetic.precision]
     if arithmetic.dtype != FLOAT32:
@@ -282,14 +283,14 @@ def test_float16_is_better_than_that_of_torch() -> None:
         assert ours[name] <= distance(result, exact[name]), name
 
 
-#: One for each number of pieces.
+#: An arithmetic for each number of pieces.
 FINEST = [arithmetic for arithmetic in ARITHMETICS if arithmetic.precision == "highest"]
 
 
 @pytest.mark.parametrize("arithmetic", FINEST, indirect=True, ids=str)
 @pytest.mark.parametrize("scale", [0.3, 3.7, 2.0**-40, 0.0, -0.3], ids=str)
 def test_scales(scale: float, arithmetic: Arithmetic) -> None:
-    """Powers of two go into the pieces, others wait; what is not positive is computed elsewhere."""
+    """A power of two scales the pieces, another scale the scores; other kernels take scales up to 0."""
     tensors = tensors_of(arithmetic.dtype, (33, 65), (40, 24))
     exact, peer = formula(tensors, torch.float64, scale), formula(tensors, arithmetic.dtype, scale)
     floor = {BFLOAT16: 2.0**-7, FLOAT16: 2.0**-10, FLOAT32: 1e-6 * max(scale, 1.0)}[arithmetic.dtype]
@@ -311,7 +312,7 @@ EDGES = [
 
 @pytest.mark.parametrize("arithmetic", FINEST, indirect=True, ids=str)
 def test_edges(arithmetic: Arithmetic) -> None:
-    """Sizes around those of strips, blocks, steps and chunks, with all sorts of values and options."""
+    """Sizes are around those of strips, blocks, steps and chunks, with various values and options."""
     masks, layouts = itertools.cycle([None, *MASKS]), itertools.cycle(["contiguous", "transposed", "offset"])
     for index, (queries, keys, dim) in enumerate(EDGES):
         case = Case(batch=1, heads=2, kv_heads=1 + index % 2, queries=queries, keys=keys, head_dim=dim)
@@ -335,7 +336,7 @@ def test_edges(arithmetic: Arithmetic) -> None:
 @pytest.mark.parametrize("attended", [2, 8])
 @pytest.mark.parametrize("common", [10.0, 120.0])
 def test_few_keys_unlike_all_others_draw_the_attention(common: float, attended: int, kernel: str) -> None:
-    """What the others have in common must not reach the gradient of queries that look away from them."""
+    """The common part of the other keys must not reach the gradient of queries that ignore these keys."""
     query, key, value, cotangent = (torch.randn(1, 2, 128, 64) for _ in range(4))
     query -= 0.5
     key[:, :, attended:] += common
@@ -353,9 +354,9 @@ def test_few_keys_unlike_all_others_draw_the_attention(common: float, attended: 
 
 
 def test_layouts_give_the_same_bits(arithmetic: Arithmetic) -> None:
-    """Rows that are used where they lie, and those that cannot be: odd strides, odd addresses, no strides."""
+    """Rows that are used in place give the same bits as those with odd strides or addresses, or stride 0."""
     tensors = tensors_of(arithmetic.dtype, (48, 64), (32, 32))
-    # Tensor cores have a kernel of its own for 16-bit rows that can be copied 16 bytes at a time.
+    # Tensor cores have a separate kernel for 16-bit rows that can be copied 16 bytes at a time.
     expected = {True: everything(tensors)}
     for padding, offset in ((0, 1), (2, 1), (1, 0), (1, 1), (2, 0), (32, 3), (8, 16)):
         moved = {}

@@ -1,4 +1,4 @@
-"""torch's float32 matmul precision: that every operator of a call is told, and of no other call."""
+"""torch's float32 matmul precision: every operator of a call is told it, and those of no other call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = ("highest", "high", "medium")
 
 
 class Recorder(TorchDispatchMode):
-    """The operators that ran, and the precision that each was called with; None where it was left out."""
+    """Records the operators that ran, and each one's precision, None if it was left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_other_shapes_and_functions_are_told(setting: str) -> None:
         scaled_dot_product_attention(query.mT.contiguous().mT, key, value)
         attention_weights(query, key)
     assert {precision for _, precision in recorder.seen} == {passed(setting)}
-    # The layout that the operators refuse was tried as it is and then in a copy.
+    # The operators refuse this layout, so the call was tried with it and then with a copy.
     assert len(recorder.seen) >= 4
 
 
@@ -130,7 +130,7 @@ def test_transforms_are_told(setting: str) -> None:
 
 @pytest.fixture
 def compiled() -> Iterator[tuple[Callable[..., Any], list[str]]]:
-    """A compiled attention, and the precision of the graph of each of its runs."""
+    """Gives a compiled attention, and the list of the precisions of the graphs that have run."""
     runs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -170,7 +170,7 @@ def test_a_graph_without_a_guard_is_exact(compiled: Any, monkeypatch: pytest.Mon
     assert runs == ["highest"]
 
 
-#: What sets the devices apart, and the precisions on the CPU and on CUDA then.
+#: A statement that sets devices differently -> the precisions on the CPU and on CUDA afterwards.
 APART = {
     "torch.set_float32_matmul_precision('high')": "high high",
     "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": "medium highest",
@@ -181,7 +181,7 @@ APART = {
 
 
 def test_devices_set_apart(run_python: Callable[..., str]) -> None:
-    """Then torch.get_float32_matmul_precision raises, and attention must not."""
+    """torch.get_float32_matmul_precision raises in this case, but attention must not."""
     script = (
         "import os, sys, torch\n"
         "from selfattn_ext import scaled_dot_product_attention\n"

@@ -1,5 +1,7 @@
-"""Keys that do not fill a block or that not all neighbouring queries see: sizes around 16, 32, 64 and 128,
-diagonals, windows and key lengths that begin and end anywhere, and junk beside them.
+"""Keys that do not fill a block, or that only some of neighbouring queries see.
+
+Sizes are around 16, 32, 64 and 128; diagonals, windows and key lengths begin and end anywhere, with junk
+beside them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from selfattn_ext import attention_with_kvcache, reference, scaled_dot_product_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Around parts of blocks of keys, one block, two, and what is loaded together.
+#: Numbers of keys around parts of a block, one block, two blocks, and those that are loaded together.
 KEYS = (1, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 161, 192, 255, 257)
 QUERIES = (17, 32, 33, 65)
 NAMES = ("out", "lse")
@@ -46,7 +48,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_of_keys(dtype: torch.dtype, keys: int, kernel: str) -> None:
-    """Of any head dim: keys are used where they lie, or copied first."""
+    """With some head dims keys are used in place, with others they are copied first."""
     for queries, head_dim in itertools.product(QUERIES, (64, 40)):
         check(inputs(queries, keys, dtype, head_dim))
 
@@ -71,7 +73,7 @@ def test_windows(dtype: torch.dtype, window: tuple[int, int], kernel: str) -> No
 @pytest.mark.parametrize("keys", [97, 128, 161, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_late_maxima_at_an_edge(dtype: torch.dtype, keys: int, kernel: str) -> None:
-    """Scores that rise where a diagonal or a window ends, after keys whose scores are -inf or small."""
+    """Scores rise where a diagonal or a window ends, after keys whose scores are -inf or small."""
     for step in (0, 1, 31, 64, 95):
         query, key, value = inputs(97, keys, torch.float32)
         query[..., 0] = 8.0
@@ -93,8 +95,8 @@ def test_scores_that_are_minus_infinity(kernel: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_junk_that_some_queries_do_not_see(dtype: torch.dtype, kernel: str) -> None:
-    """A key or a value of NaN: rows that do not see it keep every bit, the others are NaN, also where it is
-    the neighbour of a key that they see.
+    """Rows that do not see a key or a value of NaN keep every bit, even if they see its neighbour; the
+    others are NaN.
     """
     for queries, keys, offset in ((97, 130, 33), (64, 64, 0), (33, 257, 200)):
         tensors = inputs(queries, keys, dtype)
@@ -116,7 +118,7 @@ def test_junk_that_some_queries_do_not_see(dtype: torch.dtype, kernel: str) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_neighbours_of_a_row_change_no_bit(dtype: torch.dtype, isa: str) -> None:
-    """Rows whose maximum has to move, in one block or in each, and rows of infinite or special numbers."""
+    """The neighbours are rows whose maximum moves, in one block or in each, or rows of special numbers."""
     query, key, value = inputs(70, 300, torch.float32)
     query[..., 0], key[..., 0] = 0.0, torch.arange(300) // 64
     odd, others = [3, 40], [row for row in range(70) if row not in (3, 40)]
@@ -131,7 +133,7 @@ def test_neighbours_of_a_row_change_no_bit(dtype: torch.dtype, isa: str) -> None
 
 
 def blocks_hidden(queries: int, keys: int, hidden: list[int], alone: int) -> Tensor:
-    """What a mask leaves: of 64 keys at a time none or most, others for the first 64 queries."""
+    """Returns a mask that shows none or most of each 64 keys, and others to the first 64 queries."""
     seen = torch.rand(queries, keys) < 0.8
     for block in hidden:
         seen[:64, 64 * block : 64 * (block + 1)] = False
@@ -140,7 +142,8 @@ def blocks_hidden(queries: int, keys: int, hidden: list[int], alone: int) -> Ten
     return seen
 
 
-#: Blocks of 64 keys: the first half of one of 128, the second, both; the first, the last; in a row, apart.
+#: Hidden blocks of 64 keys: the first or second half of a block of 128, or both; the first or last block;
+#: neighbouring or separate ones.
 HIDDEN = [
     [],
     [0],
@@ -161,13 +164,13 @@ HIDDEN = [
 @pytest.mark.parametrize("first", range(0, len(HIDDEN), 7))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masks_that_hide_blocks(dtype: torch.dtype, first: int, kernel: str) -> None:
-    """Boolean and additive ones; what they hide from all may be junk, and changes no bit."""
+    """Masks are boolean and additive; keys that they hide from all may be junk, and change no bit."""
     queries, keys = 97, 300
     tensors = inputs(queries, keys, dtype)
     for index, hidden in enumerate(HIDDEN[first : first + 7], first):
         seen = blocks_hidden(queries, keys, hidden, alone=(290, 5, 130)[index % 3])
         if index % 4 == 1:
-            seen[32:64] = False  # a strip of queries that see nothing
+            seen[32:64] = False  # this strip of queries sees nothing
         seen[:, [70, 131, 257]] = False
         bias = torch.randn(queries, keys).masked_fill(~seen, -torch.inf).to(dtype)
         for mask in (seen, bias):
@@ -212,7 +215,7 @@ LENGTHS = (1, 33, 64, 95, 130, 200, 129)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unlike_lengths_of_one_batch(dtype: torch.dtype, kernel: str) -> None:
-    """Each element has the bits that it has alone, whatever lies beyond its keys."""
+    """Each batch element has the same bits as alone, whatever is beyond its keys."""
     queries, size = 48, 220
     query = torch.randn(len(LENGTHS), 2, queries, 64).to(dtype)
     key, value = (torch.randn(len(LENGTHS), 1, size, dim).to(dtype) for dim in (64, 32))

@@ -1,4 +1,4 @@
-"""The formula itself, against torch's attention and published numbers: everything else is judged by it."""
+"""The formula that judges everything else, against torch's attention and published numbers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_row_that_sees_nothing() -> None:
 
 
 def test_philox_published_vectors() -> None:
-    """The known answers that Random123, the authors' library, publishes for philox4x32."""
+    """Random123, the authors' library, publishes these known answers for philox4x32."""
 
     def words(counter: int, key: int, rounds: int) -> list[int]:
         c, k = (torch.tensor([value & 0xFFFFFFFF]) for value in (counter, key))
@@ -145,7 +145,7 @@ def test_dropout_pattern() -> None:
     keep = reference.dropout_keep(seed, 0.25, (2, 3, 40, 101))
     assert keep.shape == (2, 3, 40, 101)
     assert float(keep.double().mean()) == pytest.approx(0.75, abs=0.01)
-    # Neither the batch nor the number of keys moves the pattern of the others.
+    # The pattern of a pair depends neither on the size of the batch nor on the number of keys.
     assert torch.equal(reference.dropout_keep(seed, 0.25, (1, 2, 7, 50)), keep[:1, :2, :7, :50])
     assert not reference.dropout_keep(seed, 1.0, (1, 1, 8, 8)).any()
     assert reference.dropout_keep(seed, 0.0, (1, 1, 8, 8)).all()

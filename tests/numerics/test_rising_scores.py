@@ -1,5 +1,7 @@
-"""Scores that rise along the keys, so that the running maximum of a softmax has to follow at some block of
-keys: the first, the last, one in between, for every other query of a tile, for some strips of queries alone.
+"""Scores that rise along the keys, so that the running maximum of a softmax has to follow.
+
+They rise at the first block of keys, the last, or one in between, for every other query of a tile or only for
+some strips of queries.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from torch.nn import functional
 
 from selfattn_ext import reference, scaled_dot_product_attention
 
-#: Around blocks of 64 and of 128 keys, and what keys are loaded by.
+#: Numbers of keys around blocks of 64 and of 128, and around those that are loaded together.
 KEYS = (63, 65, 127, 128, 129, 192, 257, 320, 515)
-#: Of a gradient: the scale of 1/8 times a query of 8 times what the output's gradient makes of a value, of
-#: which nearly all cancels where a single key has all the weight. That of a key is a sum over queries.
+#: The size of a gradient's terms: the scale of 1/8 times a query of 8 times a product of the output's
+#: gradient and a value. Nearly all of it cancels if a single key has all the weight. That of a key is a sum
+#: over queries.
 TERMS = 8.0
-#: One strip of queries, full or not; several, the last of which is short.
+#: Numbers of queries: one strip, full or not; several strips, the last of which is short.
 QUERIES = (32, 31, 97)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Where scores rise, by the number of keys.
+#: Functions of the number of keys that return where scores rise.
 STEPS: tuple[Callable[[int], list[int]], ...] = (
     lambda keys: [],
     lambda keys: [1],
@@ -38,7 +41,7 @@ STEPS: tuple[Callable[[int], list[int]], ...] = (
 
 
 def rising(queries: int, keys: int, steps: list[int], dtype: torch.dtype, head_dim: int = 64) -> list[Tensor]:
-    """Query, key and value: from each of the steps on, scores of every other query are 14 higher."""
+    """Draws query, key and value; from each of the steps on, scores of every other query are 14 higher."""
     query, key, value = (torch.randn(1, 2, length, head_dim) for length in (queries, keys, keys))
     query[..., 0] = 8.0
     query[:, :, ::2, 0] = 0.0
@@ -52,7 +55,7 @@ def rising(queries: int, keys: int, steps: list[int], dtype: torch.dtype, head_d
 def results(
     function: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], incoming: Tensor
 ) -> list[Tensor]:
-    """Output and gradients, and what else the function returns."""
+    """Returns the output, the gradients, and the function's other results."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     out, *others = function(*leaves)
     gradients = torch.autograd.grad(out, leaves, incoming.to(out.dtype))
@@ -63,7 +66,7 @@ def results(
 def judges(
     tensors: list[Tensor], incoming: Tensor, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The formula in float64, and torch's own attention in the dtype of the tensors."""
+    """Computes the formula in float64, and torch's own attention in the dtype of the tensors."""
 
     def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
         found = reference.attention(*tensors, **options)
@@ -77,7 +80,7 @@ def judges(
 
 
 def check(tensors: list[Tensor], **options: Any) -> None:
-    """Output, gradients and log-sum-exp against the formula; the peer is torch's own attention."""
+    """Checks output, gradients and log-sum-exp against the formula; the peer is torch's own attention."""
 
     def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
         return scaled_dot_product_attention(*tensors, return_lse=True, **options)
@@ -108,7 +111,7 @@ def test_at_every_block_with_any_number_of_queries(kernel: str, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_some_strips(kernel: str, dtype: torch.dtype) -> None:
-    """Of queries that see unlike numbers of keys, most of the keys of every block or none."""
+    """Queries see different numbers of keys, most of every block or none."""
     for queries, keys in ((160, 160), (257, 320), (97, 515)):
         check(rising(queries, keys, [keys // 3, keys // 2], dtype), is_causal=True)
 
@@ -116,7 +119,7 @@ def test_in_some_strips(kernel: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [1e3, 1e6, 1e9, 1e20])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None:
-    """Where a rounding error of the largest score is more than a float's exponent holds."""
+    """A rounding error of the largest score may exceed the range of exponents of a float."""
     query, key, value = rising(65, 300, [], dtype)
     out, lse = scaled_dot_product_attention(query, key, value, scale=scale, return_lse=True)
     exact = reference.attention(query.double(), key.double(), value.double(), scale=scale)
@@ -129,13 +132,13 @@ def test_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None
     ("dtype", "scale"),
     [
         *((dtype, sign * 40.0) for dtype in DTYPES for sign in (1, -1)),
-        # Gradients have the scale as a factor, which is more than float16 holds.
+        # The scale is a factor of gradients and would overflow float16.
         *((dtype, scale) for dtype in DTYPES[:2] for scale in (1e5, -1e5, 1e8, 1e20)),
     ],
 )
 def test_gradients_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None:
-    """Of scores that are all equal, so that the weights are known whatever their magnitude, in every other
-    query; of those of the others one is above the rest.
+    """In every other query all scores are equal, so that the weights are known for any magnitude; in the
+    others one score is above the rest.
     """
     query, key, value = (torch.zeros(1, 2, rows, 64) for rows in (65, 300, 300))
     query[..., 0], key[..., 0] = 128.0, 1.0
@@ -170,13 +173,13 @@ def test_gradients_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: floa
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_scores_of_one_strip(kernel: str, dtype: torch.dtype) -> None:
-    """Strips of ordinary queries before and after one whose scores are beyond a million."""
+    """Strips of ordinary queries come before and after one whose scores are above a million."""
     query, key, value = rising(97, 300, [], torch.float32)
     query[:, :, 32:64] *= 1e3 if dtype == torch.float16 else 1e8
     tensors = [tensor.to(dtype) for tensor in (query, key, value)]
     out = scaled_dot_product_attention(*tensors)
     exact = reference.attention(*(tensor.double() for tensor in tensors)).out
     peer = reference.attention(*tensors).out
-    # Scores of 1e8 differ by rounding alone.
+    # Scores of 1e8 differ only by rounding, so these rows are left out.
     rows = [row for row in range(97) if not 32 <= row < 64]
     assert_accurate("out", out[:, :, rows], exact[:, :, rows], peer[:, :, rows])

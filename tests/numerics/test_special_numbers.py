@@ -1,4 +1,4 @@
-"""NaN, infinities and far-off magnitudes: what is hidden changes no bit, what is visible counts."""
+"""NaN, infinities and extreme magnitudes: hidden ones change no bit, visible ones count."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from selfattn_ext import reference, scaled_dot_product_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: A few queries, and more than a tile of them.
+#: Numbers of queries: a few, and more than a tile.
 LENGTHS = (3, 70)
 KEYS = 150
 NAMES = ("out", "grad of query", "grad of key", "grad of value")
 
 
 def inputs(dtype: torch.dtype, queries: int, head_dim: int = 40) -> list[Tensor]:
-    """Query, key and value: two batches, two heads that share one of keys and values."""
+    """Draws query, key and value of two batch elements, and two heads that share a kv head."""
     shapes = (2, 2, queries, head_dim), (2, 1, KEYS, head_dim), (2, 1, KEYS, 24)
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
@@ -41,7 +41,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def hiding(how: str, queries: int, dtype: torch.dtype) -> tuple[dict[str, Any], list[int]]:
-    """Options, and some of the keys that they hide from every query."""
+    """Returns options, and some of the keys that they hide from every query."""
     if how == "causal":
         return {"is_causal": True, "query_offset": 75 - queries}, [75, 100, 149]
     if how == "window":
@@ -77,7 +77,7 @@ def test_a_hidden_number_leaves_every_bit_wherever_it_stands(rows: int, kernel: 
     incoming = torch.randn(1, 1, rows, width)
 
     def before(row: int, given: list[Tensor]) -> list[Tensor]:
-        """Output and gradient of the queries that do not see the row."""
+        """Computes output and gradient of the queries that do not see the row."""
         out = scaled_dot_product_attention(*given, is_causal=True)
         (grad,) = torch.autograd.grad(out, given[0], incoming)
         return [out[:, :, :row], grad[:, :, :row]]
@@ -96,12 +96,12 @@ def test_a_hidden_number_leaves_every_bit_wherever_it_stands(rows: int, kernel: 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_query_without_keys_leaves_every_bit(dtype: torch.dtype, kernel: str) -> None:
-    """Also of what neighbouring queries add to the gradients of keys and values in one product."""
+    """This includes the gradients of keys and values, to which neighbouring queries add in one product."""
     queries, blind = 200, 70
     tensors = [tensor.requires_grad_() for tensor in inputs(dtype, queries)]
     seen = torch.rand(queries, KEYS) < 0.7
     seen[blind] = False
-    seen[:100, 128:] = False  # a block of keys that only later queries see
+    seen[:100, 128:] = False  # only later queries see this block of keys
     incoming = torch.randn(2, 2, queries, 24).to(dtype)
 
     def gradients(query: Tensor, incoming: Tensor) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def test_a_query_without_keys_leaves_every_bit(dtype: torch.dtype, kernel: str) 
 @pytest.mark.parametrize("queries", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_visible_numbers_count(dtype: torch.dtype, queries: int, kernel: str) -> None:
-    """The results that are no numbers are those of the formula; other rows keep theirs."""
+    """The results that are NaN or infinite are those of the formula; other rows keep theirs."""
     seen = torch.rand(queries, KEYS) < 0.6
     tensors = inputs(dtype, queries)
     clean = forward(tensors, attn_mask=seen)[0]
@@ -145,7 +145,7 @@ def test_visible_numbers_count(dtype: torch.dtype, queries: int, kernel: str) ->
                 assert torch.equal(results[0][1], clean[1])
 
 
-#: Factors of query, key and value.
+#: Factors that multiply query, key and value.
 FACTORS = [
     (1, 1, 1),
     (10, 1, 1),
@@ -163,7 +163,7 @@ FACTORS = [
 @pytest.mark.parametrize("queries", LENGTHS)
 @pytest.mark.parametrize("factors", FACTORS, ids=str)
 def test_float32_of_any_magnitude(factors: tuple[float, ...], queries: int, kernel: str) -> None:
-    """As accurate as the formula in float32, relative to results of any size."""
+    """Results of any size are as accurate as those of the formula in float32."""
     tensors = [
         tensor * factor for tensor, factor in zip(inputs(torch.float32, queries, 64), factors, strict=True)
     ]
@@ -174,17 +174,17 @@ def test_float32_of_any_magnitude(factors: tuple[float, ...], queries: int, kern
     assert_accurate("out", out / size, exact / size, peer / size, dtype=torch.float32)
 
 
-#: Of grad_out: gradients of scores of any magnitude, down to the least normal numbers.
+#: Factors of grad_out, which make gradients of scores of any magnitude, down to the least normal numbers.
 SMALL = (1.0, 1e-15, 1e-23, 1e-36)
 
 
 @pytest.mark.parametrize("small", SMALL)
 def test_float32_gradients_of_any_magnitude(small: float, kernel: str) -> None:
-    """Columns of queries and keys of 1e38, or of 1, meet gradients of scores that are small: each column of
-    the result is as accurate as the formula in float32.
+    """Small gradients of scores multiply columns of queries and keys of 1e38 or of 1; each column of the
+    result is as accurate as with the formula in float32.
     """
     tensors = inputs(torch.float32, 70, 64)
-    # Large numbers meet zeros, so that scores know nothing of them.
+    # Large numbers are multiplied by zeros, so that they do not enter the scores.
     for one, other, column in ((0, 1, 5), (1, 0, 40)):
         tensors[one][..., column] *= 0.5e38
         tensors[other][..., column] = 0.0
@@ -206,7 +206,7 @@ def test_float32_gradients_of_any_magnitude(small: float, kernel: str) -> None:
         assert_accurate(name, result / size, truth / size, theirs / size, dtype=torch.float32)
 
 
-#: By which dividing or multiplying leaves the numbers of float32, of float64, or of neither.
+#: Division or multiplication by these leaves the range of float32, of float64, or of neither.
 SOFTCAPS = (5e-324, 1e-310, 1e-45, 2e-39, 1e-38, 1e37, 3e38, 1e39, 1.7e308)
 
 
@@ -214,7 +214,7 @@ SOFTCAPS = (5e-324, 1e-310, 1e-45, 2e-39, 1e-38, 1e37, 3e38, 1e39, 1.7e308)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 def test_softcap_of_any_magnitude(softcap: float, dtype: torch.dtype, queries: int, kernel: str) -> None:
-    """A large one changes no score, a small one bounds all by nothing; a score of 0 meets neither."""
+    """A large softcap changes no score, a small one bounds all scores by 0; neither changes a score of 0."""
     tensors = [tensor[:, :, :37] for tensor in inputs(dtype, queries)]
     tensors[0][:, :, 1] = 0.0
     cotangent = torch.randn(2, 2, queries, 24, dtype=torch.float64)
@@ -230,19 +230,19 @@ def test_softcap_of_any_magnitude(softcap: float, dtype: torch.dtype, queries: i
     def formula(*leaves: Tensor, softcap: float) -> Tensor:
         return reference.attention(*leaves, softcap=softcap).out
 
-    # What float64 can tell from no softcap, and from one of 0.
+    # The formula in float64 can compute with softcaps in this range.
     within = min(max(softcap, 1e-150), 1e150)
     exact = results(formula, torch.float64, within)
     peer = results(formula, dtype, within if dtype == torch.float64 else min(max(within, 1e-30), 1e30))
     for name, truth, theirs, result in zip(NAMES, exact, peer, results(ours, dtype, softcap), strict=True):
         assert_accurate(name, result, truth, theirs)
-    # The formula is what derivatives of second order go by.
+    # The formula must be right, too, as it computes derivatives of third order.
     for name, truth, theirs, result in zip(NAMES, exact, peer, results(formula, dtype, softcap), strict=True):
         assert_accurate(f"the formula's {name}", result, truth, theirs)
 
 
-# Where one key has all the attention dS is 0. On a GPU dP and delta are not summed in the same order, and
-# what rounding leaves of their difference is multiplied by the scale.
+# If one key has all the attention, dS is 0. On a GPU dP and delta are summed in different orders, and the
+# scale multiplies the rounding error of their difference.
 @pytest.mark.cpu_only("a scale of 1e20 times what rounding leaves of dS")
 @pytest.mark.parametrize("queries", [3, 35])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -293,8 +293,8 @@ def test_gradient_of_a_sink_of_tiny_weight(sink: float, queries: int, kernel: st
 
     exact, peer = gradient(formula, torch.float64), gradient(formula, torch.float32)
     size = exact.abs().max()
-    # The weight is exp of a difference of the sink's size, which float32 rounds by up to 2^-24 of it; rows of
-    # either sign add up.
+    # The weight is exp of a difference as large as the sink, which float32 rounds by up to 2^-24 of it. Rows
+    # of both signs are summed.
     terms = abs(sink) / 8
     for run in (dense, packed):
         result = gradient(run, torch.float32)
@@ -304,10 +304,10 @@ def test_gradient_of_a_sink_of_tiny_weight(sink: float, queries: int, kernel: st
 @pytest.mark.parametrize("rise", [2.0, 7.0, 11.0, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_that_rise(dtype: torch.dtype, rise: float, kernel: str) -> None:
-    """From one block of keys to the next by less and by more than a kernel may let a maximum wait."""
+    """From block to block, scores rise by less and by more than a kernel may ignore in its maximum."""
     query, key, value = (torch.randn(1, 2, count, 32) for count in (40, 300, 300))
     query[..., 0], key[..., 0] = 1.0, torch.arange(300) // 64 * rise
-    query[:, 1, ::2, 0] = -1.0  # the other way round
+    query[:, 1, ::2, 0] = -1.0  # the scores of these queries fall
     points = [tensor.to(dtype) for tensor in (query, key, value)]
     out, lse = scaled_dot_product_attention(*points, scale=1.0, return_lse=True)
     exact, peer = (
@@ -322,7 +322,7 @@ def test_scores_that_rise(dtype: torch.dtype, rise: float, kernel: str) -> None:
 @pytest.mark.parametrize("what", ["rises", "starts late", "sees NaN"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_neighbours_of_a_row_change_no_bit(dtype: torch.dtype, what: str, dropout_p: float, isa: str) -> None:
-    """Whatever makes a kernel treat a block in another way for the sake of one row."""
+    """One row may make a kernel treat its block differently, but other rows keep their bits."""
     query, key, value = (torch.randn(1, 2, count, 32) for count in (70, 300, 300))
     query[..., 0], key[..., 0] = 0.0, torch.arange(300) // 64
     mask = torch.ones(70, 300, dtype=torch.bool)
@@ -348,7 +348,7 @@ def test_neighbours_of_a_row_change_no_bit(dtype: torch.dtype, what: str, dropou
 
 
 def test_every_nan_is_one(kernel: str) -> None:
-    """Also that of which adding half a bit makes a number."""
+    """One of the NaNs becomes a number if half a unit is added to its bits."""
     query, key, value = (torch.randn(1, 1, count, 32, dtype=torch.bfloat16) for count in (40, 70, 70))
     mask = torch.zeros(40, 70)
     mask[7, 5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)

@@ -1,6 +1,7 @@
-"""Errors of float32 where sums over the head dim are long, in the mean over many rows: what a kernel loses in
-one long chain of additions stays below the largest errors that other tests allow, and the softmax of large
-scores multiplies it.
+"""Mean errors of float32 over many rows, for long sums over the head dim.
+
+The error of one long chain of additions stays below the largest errors that other tests allow, but the
+softmax of large scores multiplies it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from selfattn_ext import attention_scores, reference, scaled_dot_product_attention
 
-#: Those that multiply float32 numbers as they are. Of tiles a product is the sum of six.
+#: The kernels that multiply float32 numbers directly; with AMX, a product is the sum of six of pieces.
 PLAIN = [kernel for kernel in KERNELS if kernel != "fused-amx"]
 HEAD_DIMS = (64, 128, 192, 320, 1000)
-#: Decoding, and strips of every width: with one vector of queries, with some of them empty, with several.
+#: Numbers of queries: decoding, and strips of one vector of queries, full or not, and of several.
 LENGTHS = (1, 4, 5, 29)
 KEYS = 24
 NAMES = ("out", "weights", "lse", "scores", "query", "key", "value")
@@ -27,7 +28,7 @@ NAMES = ("out", "weights", "lse", "scores", "query", "key", "value")
 def results(
     attention: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], incoming: Tensor
 ) -> list[Tensor]:
-    """Those of NAMES, gradients last."""
+    """Returns the results named in NAMES, gradients last."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     found = attention(*leaves)
     return [part.detach() for part in found] + list(torch.autograd.grad(found[0], leaves, incoming))
@@ -43,7 +44,7 @@ def root_mean_squares(results: list[Tensor], exact: list[Tensor]) -> list[float]
 @pytest.mark.parametrize("scale", [None, 1.0])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_mean_errors(head_dim: int, scale: float | None) -> None:
-    """On every kernel in turn, as the exact results take longest."""
+    """One test runs every kernel in turn, as the exact results take longest."""
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         found = scaled_dot_product_attention(
@@ -56,7 +57,7 @@ def test_mean_errors(head_dim: int, scale: float | None) -> None:
         return found.out, found.weights, found.lse, reference.attention_scores(query, key, scale)
 
     for length in LENGTHS:
-        # Of any length many rows: with scale 1 a few of them make most of the error.
+        # Every length has many rows, as with scale 1 a few rows make most of the error.
         heads = (40 + 16000 // head_dim) // length + 1
         shapes = (length, KEYS, KEYS, length)
         *points, incoming = (torch.randn(1, heads, rows, head_dim) for rows in shapes)

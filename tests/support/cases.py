@@ -1,5 +1,6 @@
-"""Attention calls as data: a case makes its inputs, and runs them through the package, the exact formula and
-a peer.
+"""Attention calls as data, and the judge of their results.
+
+A case makes its inputs, and runs them through the package, the exact formula and a peer.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ MASKS = {
     "bfloat16": (lambda b, h, q, k: (b, 1, q, k), torch.bfloat16),
 }
 
-#: Masks that only some tests need: float ones of every broadcast, named by the dimensions that they have, and
-#: ones that hide whole tiles, whole rows, half of the keys from all heads but the last, or that leave scores
-#: whose exponential is no float32 number.
+#: Masks that only some tests need. There are float ones of every broadcast, named by the dimensions that they
+#: have. Others hide whole tiles, whole rows, or half of the keys from all heads but the last, or leave scores
+#: whose exponential overflows float32.
 MORE_MASKS = {
     "float " + ("".join(name for name, has in zip("bhqk", kept, strict=True) if has) or "number"): (
         lambda b, h, q, k, kept=kept: tuple(
@@ -60,7 +61,7 @@ LAYOUTS = ("contiguous", "transposed", "expanded", "offset", "columns")
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values, or for "expanded" those of the first batch entry, in another memory layout."""
+    """Returns the values in another memory layout; "expanded" repeats those of the first batch entry."""
     if layout == "contiguous":
         return tensor
     if layout == "transposed":
@@ -97,7 +98,7 @@ class Case:
     dropout_p: float = 0.0
     weights: bool = False
     lse: bool = False
-    opposed: float = 0.0  # what the first elements of query and key are off from 0, to either side
+    opposed: float = 0.0  # is added to the first elements of queries and subtracted from those of keys
     seed: int = 0
     device: str = gpu.DEVICE
 
@@ -110,7 +111,7 @@ class Case:
         return "-".join(shown)
 
     def inputs(self) -> dict[str, Tensor]:
-        """Query, key, value and the tensors among the options; the floating ones require grad."""
+        """Draws query, key, value and the tensors among the options; the floating ones require grad."""
         generator = torch.Generator().manual_seed(1000 + self.seed)
 
         def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
@@ -152,11 +153,11 @@ class Case:
         }
 
     def products(self) -> int:
-        """Multiplications of the scores and of their weights with the values: what a forward takes."""
+        """Returns a forward's multiplications: those of the scores and of their weights with the values."""
         return self.batch * self.heads * self.queries * self.keys * (self.head_dim + self.value_dim)
 
     def numbers(self) -> dict[str, Any]:
-        """The options that are no tensors, those at their default left out."""
+        """Returns the options that are not tensors, without those at their default."""
         options = {
             "is_causal": self.is_causal,
             "query_offset": self.query_offset,
@@ -168,7 +169,7 @@ class Case:
         return {name: value for name, value in options.items() if value != defaults.get(name, 0)}
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Through the package."""
+        """Computes the case with the package."""
         torch.manual_seed(self.seed)
         results = selfattn_ext.scaled_dot_product_attention(
             **tensors,
@@ -181,13 +182,13 @@ class Case:
         return dict(zip(names, results if len(names) > 1 else [results], strict=True))
 
     def as_function(self) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-        """What a comparison with finite differences takes: results as a function of points, and a point in
-        float64, of the inputs in order.
+        """Returns what a comparison with finite differences takes: results as a function of the inputs, in
+        order, and these inputs in float64.
         """
         tensors = self.inputs()
 
         def results(*points: Tensor) -> tuple[Tensor, ...]:
-            # A row that sees nothing has lse -inf, of which differences are NaN.
+            # A row that sees nothing has lse -inf, whose differences would be NaN.
             return tuple(
                 result.masked_fill(result == -torch.inf, 0.0)
                 for result in self.run(dict(zip(tensors, points, strict=True))).values()
@@ -196,7 +197,7 @@ class Case:
         return results, list(exact_inputs(tensors).values())
 
     def formula(self, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-        """Through the reference."""
+        """Computes the case with the reference."""
         if self.dropout_p:
             options["dropout_seed"] = dropout_seed(self.seed, self.device)
         result = reference.attention(**tensors, **self.numbers(), **options)._asdict()
@@ -205,10 +206,10 @@ class Case:
         }
 
     def largest_term(self, tensors: dict[str, Tensor], grad_out: Tensor) -> float:
-        """The size of what the gradient of a score is the difference of.
+        """Returns the size of the terms whose difference is the gradient of a score.
 
-        That is weight * (of_dropped - mean): the gradient of the weight after dropout times 0 or 1 / (1 - p),
-        less its mean by the weights. Rounding errors of either are in proportion to of_dropped.
+        The gradient is weight * (of_dropped - mean): the gradient of the weight after dropout times 0 or
+        1 / (1 - p), less its mean by the weights. Rounding errors of both are proportional to of_dropped.
         """
         terms = (grad_out.double() @ value_of_heads(tensors, self)).abs()
         kept_scale = 1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0
@@ -216,33 +217,33 @@ class Case:
 
 
 def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Normal numbers in float64, drawn on the CPU, so that every device gets the same."""
+    """Draws normal numbers in float64 on the CPU, so that every device gets the same."""
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The same with a seed of their own, rounded."""
+    """Draws normal numbers with a seed of their own, rounded to ``dtype``."""
     return drawn(shape, torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def random_state() -> Tensor:
-    """The state of the generator that tensors of the tested device are drawn from."""
+    """Returns the state of the generator that draws tensors of the tested device."""
     return torch.get_rng_state() if gpu.DEVICE == "cpu" else torch.cuda.get_rng_state()
 
 
 def set_random_state(state: Tensor) -> None:
-    """Puts it back."""
+    """Restores the state that :func:`random_state` has returned."""
     (torch.set_rng_state if gpu.DEVICE == "cpu" else torch.cuda.set_rng_state)(state)
 
 
 def dropout_seed(manual_seed: int, device: str = gpu.DEVICE) -> Tensor:
-    """The seed that the package draws first after torch.manual_seed(manual_seed)."""
+    """Returns the seed that the package draws first after torch.manual_seed(manual_seed)."""
     torch.manual_seed(manual_seed)
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def exact_inputs(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same numbers in float64."""
+    """Returns the same numbers in float64."""
     return {
         name: tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
@@ -252,7 +253,7 @@ def exact_inputs(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def gradients(
     results: dict[str, Tensor], cotangents: dict[str, Tensor], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The gradient of every differentiable input, zero where the results do not depend on it."""
+    """Returns the gradient of every differentiable input, zero if the results do not depend on it."""
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     grads = torch.autograd.grad(
         list(results.values()),
@@ -272,13 +273,13 @@ def cotangents_of(results: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def value_of_heads(tensors: dict[str, Tensor], case: Case) -> Tensor:
-    """What each query head multiplies its weights with, (B, H, Ev, S)."""
+    """Returns the values that each query head multiplies its weights with, (B, H, Ev, S)."""
     return tensors["value"].detach().repeat_interleave(case.heads // case.kv_heads, dim=1).mT
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For the judges: small steps in several threads mostly wait for each other."""
+    """Makes the judges use one thread, as small steps in several threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -291,7 +292,7 @@ Result = TypeVar("Result")
 
 
 def _content(value: Any) -> Any:
-    """Something hashable that two arguments share if they are the same, tensors bit by bit."""
+    """Returns a hashable value that two arguments share if they are the same, tensors bit by bit."""
     if isinstance(value, Tensor):
         flat = value.detach().cpu().resolve_neg().contiguous().reshape(-1)
         digest = hashlib.blake2b(flat.view(torch.uint8).numpy()).digest()
@@ -304,16 +305,16 @@ def _content(value: Any) -> Any:
 
 
 def remembered(judge: Callable[..., Result]) -> Callable[..., Result]:
-    """A judge that answers the same question once: tests ask it again for every kernel, and it takes longer
-    than they do. It must not change what it is given, nor who asks what it returns.
+    """Returns a judge that remembers its answers: tests repeat a question for every kernel, and it takes
+    longer than they do. It must not change its arguments, nor its callers what it returns.
 
-    The last questions of a process are enough, as one process has those of all kernels: see conftest.py.
+    It remembers only the last questions, as one process asks for all kernels: see conftest.py.
     """
     answers: OrderedDict[Any, Result] = OrderedDict()
 
     @functools.wraps(judge)
     def ask(*arguments: Any, **options: Any) -> Result:
-        # The precision is what torch's own products depend on.
+        # torch's own products depend on the precision.
         question = (_content(arguments), _content(options), torch.get_float32_matmul_precision())
         if question not in answers:
             answers[question] = judge(*arguments, **options)
@@ -328,7 +329,7 @@ def remembered(judge: Callable[..., Result]) -> Callable[..., Result]:
 def exact_and_peer(
     tensors: Sequence[Tensor], options: dict[str, Any] | None = None
 ) -> tuple[reference.AttentionResult, reference.AttentionResult]:
-    """The formula of query, key and value in float64, and in their dtype."""
+    """Computes the formula of query, key and value in float64, and in their dtype."""
     exact, peer = (
         reference.attention(*given, **(options or {}))
         for given in ([tensor.double() for tensor in tensors], tensors)
@@ -337,24 +338,24 @@ def exact_and_peer(
 
 
 def in_another_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same products of query and key; in float64 their terms in reverse order."""
+    """Returns tensors with the same products of query and key, in float64 with terms in reverse order."""
     if tensors["query"].dtype != torch.float64:
         return tensors
     return {**tensors, "query": tensors["query"].flip(-1), "key": tensors["key"].flip(-1)}
 
 
 class Judge:
-    """What a case should give: by the formula in float64, and by the formula with sums in the accumulation
-    dtype, the best that the case's dtype can be expected to do.
+    """The results that a case should have: by the formula in float64, and by the formula with sums in the
+    accumulation dtype, the best that can be expected of the case's dtype.
 
-    In float64 the two would be one. There the second sums the head dim from its end: what the two differ in
-    is what rounding leaves open to the judge, which is much where large scores cancel.
+    In float64 the two would be the same, so there the second sums the head dim from its end. Their difference
+    shows the rounding error of the judge itself, which is large if large scores cancel.
     """
 
     def __init__(
         self, case: Case, tensors: dict[str, Tensor], cotangents: dict[str, Tensor] | None = None
     ) -> None:
-        """Of the results for these tensors; of the gradients too where the results have cotangents."""
+        """Judges the results for these tensors, and the gradients if the results have cotangents."""
         self.case = case
         self.terms = 1.0
         with _one_thread():
@@ -377,12 +378,12 @@ class Judge:
             if name == "grad of alibi_slopes":
                 size *= case.queries + case.keys + abs(case.query_offset)
             if name in ("grad of query", "grad of key"):
-                size *= max(1.0, case.opposed)  # it is multiplied with elements of that size, and cancels
+                size *= max(1.0, case.opposed)  # products with elements of that size cancel
             dtype = case.dtype if is_grad else None
             assert_accurate(name, result.detach(), self.exact[name], self.peer[name], size, dtype)
 
 
-#: A judge of the same case, tensors and cotangents is the same one.
+#: Returns the judge of a case, the same one for the same tensors and cotangents.
 judge_of = remembered(Judge)
 
 

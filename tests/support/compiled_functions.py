@@ -1,4 +1,4 @@
-"""Compiles and loads the functions of score_functions.cpp."""
+"""Compilation and loading of the functions in score_functions.cpp."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def _load(function: str, number: str) -> str:
 
 
 def load(function: str, dtype: torch.dtype) -> str:
-    """The name under which operators find a structure of the source, for inputs of a dtype."""
+    """Loads a structure of the source; returns the name that operators know it by, for inputs of a dtype."""
     return _load(function, "double" if dtype == torch.float64 else "float")

@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives of cases, through the package and judged by the formula in float64."""
+"""Forward mode and second derivatives of cases, judged by the formula in float64."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 
-#: Every pair of options; weights have matrices of their own, and go by the formula.
+#: Every pair of options, without weights, which are matrices themselves and use the formula.
 CASES = [
     as_case(index, row) for index, row in enumerate(covering({**OPTIONS, "weights": [False], "lse": [True]}))
 ]
 
 
 def directions(tensors: Tensors, seed: int) -> Tensors:
-    """A tangent for each tensor that has one; of expanded ones expanded, too, as torch has them."""
+    """Draws a tangent for each differentiable tensor; those of expanded ones are expanded, as in torch."""
     generator = torch.Generator().manual_seed(3000 + seed)
 
     def tangent(tensor: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def directions(tensors: Tensors, seed: int) -> Tensors:
 
 
 def moving(function: Callable[[Tensors], Tensors], tensors: Tensors, tangents: Tensors) -> Tensors:
-    """The results and their tangents, by torch.func.jvp."""
+    """Computes the results and their tangents by torch.func.jvp."""
 
     def of_points(points: Tensors) -> Tensors:
         return function({**tensors, **points})
@@ -46,7 +46,7 @@ def moving(function: Callable[[Tensors], Tensors], tensors: Tensors, tangents: T
 def twice(
     function: Callable[[Tensors], Tensors], tensors: Tensors, cotangents: Tensors, tangents: Tensors
 ) -> Tensors:
-    """The gradients of <gradients, tangents>, by the inputs and by the cotangents of the results."""
+    """Computes the gradients of <gradients, tangents> by the inputs and by the cotangents of the results."""
     points = {name: tensors[name].detach().requires_grad_() for name in tangents}
     incoming = {name: cotangent.detach().requires_grad_() for name, cotangent in cotangents.items()}
     results = function({**tensors, **points})
@@ -74,13 +74,15 @@ def twice(
 
 
 def _of_rows(result: Tensor, tangent: Tensor) -> Tensor:
-    """0 where a row sees nothing, whose log-sum-exp has no derivative."""
+    """Returns the tangent with 0 for rows that see nothing, whose log-sum-exp has no derivative."""
     return tangent.masked_fill(result == -torch.inf, 0.0)
 
 
 @remembered
 def judge(case: Case, tensors: Tensors, cotangents: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
-    """What :func:`moving` and :func:`twice` should give, and what the formula gives in the case's dtype."""
+    """Returns what :func:`moving` and :func:`twice` should return, and what the formula returns in the
+    case's dtype.
+    """
 
     def found(tensors: Tensors, cotangents: Tensors, tangents: Tensors) -> Tensors:
         first = moving(case.formula, tensors, tangents)
@@ -88,7 +90,7 @@ def judge(case: Case, tensors: Tensors, cotangents: Tensors, tangents: Tensors) 
         return {name: result.detach() for name, result in results.items()}
 
     exact = found(*(exact_inputs(given) for given in (tensors, cotangents, tangents)))
-    # Tangents have the order of their tensors.
+    # The elements of tangents are in the order of those of their tensors.
     ordered = tangents | in_another_order(tangents)
     peer = found(in_another_order(tensors), cotangents, ordered)
     for name in ("query", "key"):

@@ -1,5 +1,7 @@
-"""Calls of the operators with functions of scores and maps of blocks, as data: a call makes its inputs, and
-runs through the operators and, with the same function in torch, through the formula.
+"""Calls of the operators with functions of scores and maps of blocks, as data.
+
+A call makes its inputs, and runs them through the operators and, with the same function in torch, through
+the formula.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Function:
     shapes: Callable[[int, int, int, int], list[tuple[int, ...]]] = lambda b, h, q, k: []
     #: (L, S) -> its numbers
     numbers: Callable[[int, int], list[float]] = lambda q, k: []
-    #: Whom it hides, by (numbers, places).
+    #: (numbers, places) -> which pairs it hides
     hides: Callable[[list[float], list[Tensor]], Tensor] | None = None
     #: The dimensions that `exclusive` may name.
     exclusive: int = 0
@@ -82,7 +84,7 @@ class Call:
     kv_heads: int = 2
     dims: tuple[int, int] = (16, 24)
     block_size: tuple[int, int] | None = None
-    #: Sizes of the map's batch and heads.
+    #: Whether the map's batch and heads have size 1.
     map_shared: tuple[bool, bool] = (False, False)
     options: Options = field(default_factory=dict, repr=False)
     seed: int = 0
@@ -103,7 +105,7 @@ class Call:
             return []
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         shapes = FUNCTIONS[self.function].shapes(self.batch, self.heads, *self.lengths)
-        # Every second element of a longer tensor, as functions must look at strides.
+        # Each is every second element of a longer tensor, as functions must respect strides.
         return [
             normal(*shape[:-1], 2 * shape[-1], dtype=dtype, seed=50 + self.seed + i)[..., ::2]
             for i, shape in enumerate(shapes)
@@ -125,7 +127,7 @@ class Call:
         return states.to(torch.uint8)
 
     def arguments(self) -> Options:
-        """The operators' keyword arguments."""
+        """Returns the operators' keyword arguments."""
         arguments: Options = {"kernel_name": backends.forced_kernel(), **self.options}
         if self.function is not None:
             arguments |= {
@@ -138,7 +140,7 @@ class Call:
         return arguments
 
     def score_function(self, captured: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function and the map in torch."""
+        """Returns the function and the map in torch."""
 
         def value(scores: Tensor) -> Tensor:
             numbers = self.numbers()
@@ -165,12 +167,12 @@ class Results:
     out: Tensor
     weights: Tensor
     gradients: dict[str, Tensor]
-    #: How large what a gradient is a sum of is.
+    #: The size of the terms whose sum a gradient is.
     terms: dict[str, float] = field(default_factory=dict)
 
 
 def run(call: Call, exclusive: int | None = None) -> Results:
-    """Through the operators."""
+    """Computes a call with the operators."""
     tensors, arguments = call.tensors(), call.arguments()
     out, row_max, row_sum, residual = ops.attention_forward(*tensors, SCALE, need_residual=True, **arguments)
     weights = ops.attention_weights(*tensors[:2], row_max, row_sum, SCALE, **arguments)
@@ -212,7 +214,7 @@ def cotangents(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def formula(call: Call, dtype: torch.dtype | None) -> Results:
-    """The same by the formula, in float64 or in the call's dtype."""
+    """Computes a call by the formula, in float64 or in the call's dtype."""
 
     def leaf(tensor: Tensor) -> Tensor:
         return (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_()
@@ -245,7 +247,7 @@ def formula(call: Call, dtype: torch.dtype | None) -> Results:
     steepest = max(
         1.0, float(torch.autograd.grad(function(before).clamp(min=-1e9).sum(), before)[0].abs().max())
     )
-    # Rounding errors of a score's gradient, weight * (dP - delta), are in proportion to dP; the function
+    # Rounding errors of a score's gradient, weight * (dP - delta), are proportional to dP, and the function
     # multiplies them.
     grad_out, grad_weights = (cotangent.double() for cotangent in cotangents(call))
     values = call.tensors()[2].double().repeat_interleave(call.heads // call.kv_heads, dim=1)
@@ -266,7 +268,7 @@ def formula(call: Call, dtype: torch.dtype | None) -> Results:
 
 @remembered
 def exact_and_peer(fields: dict[str, Any]) -> tuple[Results, Results]:
-    """The formula of a call in float64 and in its dtype."""
+    """Computes the formula of a call in float64 and in its dtype."""
     return formula(Call(**fields), torch.float64), formula(Call(**fields), None)
 
 
@@ -288,7 +290,7 @@ def check(call: Call) -> None:
 
 
 def same(first: Results, second: Results) -> bool:
-    """To the bit, NaN where the other has NaN."""
+    """Tells whether two results have the same bits, where NaN equals NaN."""
     pairs = [(first.out, second.out), (first.weights, second.weights)]
     pairs += [(gradient, second.gradients[name]) for name, gradient in first.gradients.items()]
     return all(

@@ -1,8 +1,7 @@
-"""Whether tests can run on a GPU here, what happens where they cannot, and which ones run there; graphs and
-streams for those that do.
+"""Helpers of tests on a GPU: whether there is one, which modules run there, graphs and streams.
 
-SELFATTN_TEST_DEVICE=cuda makes the tests of MODULES, which name no device, compute on the GPU: torch's
-default device is that one then, and the fixtures force its kernels. tests/cuda/test_on_cuda.py runs them so.
+SELFATTN_TEST_DEVICE=cuda makes the tests of MODULES, which name no device, compute on the GPU: it becomes
+torch's default device, and the fixtures force its kernels. tests/cuda/test_on_cuda.py runs them so.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-#: Set to 1 where there is a GPU: that it cannot be used is then a failure.
+#: Set to 1 on a machine with a GPU, this makes it a failure if the GPU cannot be used.
 REQUIRE = "SELFATTN_REQUIRE_CUDA"
 
-#: On a GPU: the kernel that a call gets by itself, and the one that takes every call.
+#: The kernels on a GPU: the one that is chosen automatically, and the one that takes every call.
 KERNELS = ("cuda", "cuda-simt")
 
 DEVICE_VARIABLE = "SELFATTN_TEST_DEVICE"
-#: Where tests compute that name no device: "cpu" or "cuda".
+#: The device of tests that name none: "cpu" or "cuda".
 DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
 
-#: The test modules that say as much about the GPU as about the CPU.
+#: The test modules that test the GPU as well as the CPU.
 MODULES = (
     "test_aten_cuda.py",
     "test_autocast.py",
@@ -90,7 +89,7 @@ MODULES = (
     "test_viz_masks.py",
 )
 
-#: Why the others do not, for names that begin with these words.
+#: The reason why other modules do not run on a GPU, by the beginnings of their names.
 ELSEWHERE = {
     "test_amx": "instructions of a CPU",
     "test_backends": "forces instruction sets of a CPU",
@@ -108,10 +107,13 @@ ELSEWHERE = {
     "test_gpu": "is about scripts for the GPU",
     "test_gradient_blocks": "compares two ways that a kernel for the CPU has",
     "test_huge": "is about the memory of a CPU",
+    "test_import_circles": "is about the sources",
     "test_install": "is about the build",
+    "test_instances": "is about the build",
     "test_jit": "is about the build",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_library": "is about the build",
+    "test_list_files": "is about the sources",
     "test_makefile": "is about the build",
     "test_moving": "is about what torch's functions do on the CPU",
     "test_ninja_build": "is about the build",
@@ -144,13 +146,13 @@ ELSEWHERE = {
     "test_unbacked": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_types": "is about type checkers",
     "test_wide": "is about the order of sums on the CPU",
-    "test_wild": "on a GPU nobody looks at the numbers: the emulator's tests show that kernels limit them",
+    "test_wild": "on a GPU the numbers are not checked; the emulator's tests show that kernels limit them",
 }
 
 
 def missing() -> str | None:
-    """What is missing for tests on a GPU, or None."""
-    # Here, as simulators/ptx_machine/run.py wants MODULES before there is a library to load.
+    """Returns what is missing for tests on a GPU, or None."""
+    # It is imported here, as simulators/ptx_machine/run.py needs MODULES before there is a library to load.
     from selfattn_ext.build import library
 
     if not library.extension().build_info()["cuda"]:
@@ -159,12 +161,12 @@ def missing() -> str | None:
 
 
 def required() -> bool:
-    """Whether a missing GPU is a failure."""
+    """Tells whether a missing GPU is a failure."""
     return os.environ.get(REQUIRE, "") == "1"
 
 
 def need() -> None:
-    """For the top of a test module: skips the whole of it without a GPU, or fails where one is required."""
+    """Skips a whole test module without a GPU, or fails if one is required; called at its top."""
     reason = missing()
     if reason is not None and required():
         pytest.fail(f"{REQUIRE}=1: this module {reason}", pytrace=False)
@@ -174,9 +176,9 @@ def need() -> None:
 
 @contextmanager
 def written_late(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs the block on a stream of its own, which still writes the copies of tensors that the block gets.
+    """Runs the block on a stream of its own, which is still writing the copies of tensors that it gets.
 
-    Afterwards what the stream computes is there: whoever reads the copies in another order gets NaN.
+    After the block the stream's results are ready. Work that does not wait for the stream reads NaN.
     """
     late = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     torch.cuda.synchronize()
@@ -190,8 +192,8 @@ def written_late(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def waits(call: Callable[[], object]) -> bool:
-    """Whether a call returns only after the GPU has done what it was asked for before."""
-    call()  # what the first call of a process waits for does not count
+    """Tells whether a call returns only after the GPU has finished its earlier work."""
+    call()  # the first call of a process may wait for other reasons
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     reached = torch.cuda.Event()
@@ -203,7 +205,7 @@ def waits(call: Callable[[], object]) -> bool:
 
 
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of the function, which has run once before, and what it returned."""
+    """Captures a graph of the function, which runs once before; returns the graph and its result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

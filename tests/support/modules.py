@@ -1,4 +1,4 @@
-"""Where the test modules are: their names are unique, whatever folder they lie in."""
+"""Paths of the test modules, whose names are unique among all folders."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ TESTS = Path(__file__).parents[1]
 
 
 def paths() -> dict[str, Path]:
-    """Each module that needs nothing but the extra "test", by its name."""
+    """Returns, by its name, each module that needs only the extra "test"."""
     return {path.name: path for path in sorted(TESTS.rglob("test_*.py")) if path.parent != TESTS / "clients"}

@@ -27,9 +27,7 @@ OPTIONS = {
 
 
 def covering(options: dict[str, list]) -> list[dict]:
-    """Combinations such that every pair of values of two options occurs in one of them (greedy,
-    reproducible).
-    """
+    """Returns combinations in which every pair of values of two options occurs (greedy, reproducible)."""
     names = list(options)
     open_pairs = {
         ((first, a), (second, b))

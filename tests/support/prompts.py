@@ -1,4 +1,4 @@
-"""A prompt that is cut into calls, and what its rows must then be; for the tests of batch_invariant."""
+"""A prompt that is cut into calls, and checks of its rows, for the tests of batch_invariant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS, KV_HEADS = 4, 2
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a sequence of LENGTH tokens attends with."""
+    """The tensors and options of a sequence of LENGTH tokens."""
 
     query: Tensor
     key: Tensor
@@ -26,7 +26,7 @@ class Prompt:
     options: dict[str, Any] = field(default_factory=dict)
 
     def attend(self, begin: int, end: int, keys: int | None = None) -> tuple[Tensor, ...]:
-        """out, weights and log-sum-exp of queries begin .. end - 1, which see what the causal rule shows."""
+        """Computes causal out, weights and log-sum-exp of the queries begin .. end - 1."""
         keys = end if keys is None else keys
         mask = self.mask
         if mask is not None:
@@ -53,7 +53,7 @@ class Prompt:
 def prompt(
     dtype: torch.dtype, head_dim: int = 48, value_dim: int = 40, mask: Tensor | None = None, **options: Any
 ) -> Prompt:
-    """Random tensors; the scale is no power of two, and neither are the head dims."""
+    """Draws random tensors; neither the scale nor the head dims are powers of two."""
     query = torch.randn(1, HEADS, LENGTH, head_dim).to(dtype)
     key = torch.randn(1, KV_HEADS, LENGTH, head_dim).to(dtype)
     value = torch.randn(1, KV_HEADS, LENGTH, value_dim).to(dtype)
@@ -66,14 +66,14 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_same(found: Tensor, expected: Tensor, what: object) -> None:
-    """Every bit, the signs of zeros too; one NaN is as good as another."""
+    """Asserts equal bits, the signs of zeros included; every NaN equals every other."""
     assert found.shape == expected.shape
     same = (bits(found) == bits(expected)) | (found.isnan() & expected.isnan())
     assert bool(same.all()), f"{what}: {int((~same).sum())} of {same.numel()} differ"
 
 
 def assert_cuts(it: Prompt, cuts: list[list[int] | tuple[int, ...]]) -> None:
-    """Every cut of the prompt gives the rows of the whole, weights at the keys that they see."""
+    """Asserts that every cut of the prompt gives the rows of the whole, and weights at the visible keys."""
     out, weights, lse = it.attend(0, LENGTH)
     for ends in cuts:
         for begin, end in it.chunks(ends):

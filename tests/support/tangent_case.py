@@ -1,5 +1,6 @@
-"""Forward mode and second derivatives as data: a case, a direction, what the operators return for it, and
-what the formula has.
+"""Forward mode and second derivatives as data: a case, a direction, and their judge.
+
+The functions compute what the operators return for them, and what the formula returns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from selfattn_ext import ops, reference
 
-#: What operators are given, or have returned, by name.
+#: The arguments or the results of operators, by name.
 Named = dict[str, Tensor]
 
 #: Inputs that have tangents and second derivatives, as the operators order them.
@@ -24,10 +25,10 @@ TANGENTS = {name: f"tangent_{name.removeprefix('attn_').removeprefix('alibi_')}"
 
 @dataclass(frozen=True)
 class TangentCase(Case):
-    missing: tuple[str, ...] = ()  # inputs whose tangent is
+    missing: tuple[str, ...] = ()  # the inputs that have no tangent
 
     def given(self) -> Named:
-        """The inputs in the operators' form."""
+        """Returns the inputs in the operators' form."""
         tensors = self.inputs()
         if "attn_mask" in tensors:
             mask = tensors["attn_mask"]
@@ -42,7 +43,7 @@ class TangentCase(Case):
 
 
 def tangents_of(case: Case, given: Named) -> Named:
-    """A direction: those of hidden elements of the mask are NaN, which the formula is not told."""
+    """Draws a direction. Tangents of hidden mask elements are NaN, except for the formula."""
     generator = torch.Generator().manual_seed(3000 + case.seed)
     missing = getattr(case, "missing", ())
     tangents = {}
@@ -59,7 +60,7 @@ def tangents_of(case: Case, given: Named) -> Named:
 
 
 def derivatives(case: Case, given: Named, tangents: Named, cotangents: Named) -> Named:
-    """Results, their tangents, and the gradients of <cotangents, tangents of results>, by the formula."""
+    """Computes results, their tangents, and gradients of <cotangents, tangents of results> by the formula."""
     names = [name for name in INPUTS if name in given and given[name].is_floating_point()]
     directions = tuple(
         tangents[name].nan_to_num() if name in tangents else torch.zeros_like(given[name]) for name in names
@@ -90,7 +91,7 @@ def derivatives(case: Case, given: Named, tangents: Named, cotangents: Named) ->
 def operators(
     case: Case, kernel: str, numbers: dict[str, Any], given: Named, tangents: Named, gradients: Named
 ) -> Named:
-    """What both operators return; keys in pages have no second derivatives."""
+    """Returns the results of both operators; keys in pages have no second derivatives."""
     numbers = dict(numbers)
     window = numbers.pop("window_size", (-1, -1))
     options: dict[str, Any] = {**numbers, "window_left": window[0], "window_right": window[1]}
@@ -140,7 +141,7 @@ def judge(case: Case, given: Named, tangents: Named, cotangents: Named, results:
 
 
 def _in_another_order(case: Case, tensors: Named) -> Named:
-    """In float64 the head dim backwards, as cases.Judge has it; of gradients, back again."""
+    """Reverses the head dim in float64, as cases.Judge does; for gradients this restores the order."""
     if case.dtype != torch.float64:
         return tensors
     turned = [name for name in tensors if name.endswith(("query", "key"))]
@@ -148,8 +149,9 @@ def _in_another_order(case: Case, tensors: Named) -> Named:
 
 
 def _largest_terms(case: Case, given: Named, tangents: Named, grad_out: Tensor) -> float:
-    """The size of what second derivatives of scores are differences of: gradients of weights times tangents
-    of scores. Rounding errors are in proportion to either.
+    """Returns the size of the terms whose differences are second derivatives of scores.
+
+    They are gradients of weights times tangents of scores, and rounding errors are proportional to both.
     """
     scale = reference.default_scale(case.head_dim)
     of_scores = torch.ones((), dtype=torch.float64)
@@ -167,7 +169,7 @@ def _largest_terms(case: Case, given: Named, tangents: Named, grad_out: Tensor) 
 
 
 def gradients_for(case: Case, given: Named) -> Named:
-    """What the backward of the operators is given: the gradients of out and, in some cases, of lse."""
+    """Draws what the operators' backward is given: the gradients of out and, in some cases, of lse."""
     zeros = {name: it.detach() for name, it in replace(case, lse=True).formula(given).items()}
     cotangents = cotangents_of(zeros, case.seed)
     gradients = {"grad_out": laid_out(cotangents["out"], case.grad_layout)}
@@ -177,7 +179,7 @@ def gradients_for(case: Case, given: Named) -> Named:
 
 
 def cotangents_from(case: Case, gradients: Named) -> Named:
-    """The same as the formula takes them."""
+    """Returns these gradients in the formula's form."""
     rows = gradients["grad_out"].shape[:-1]
     of_lse = -gradients["grad_row"] if "grad_row" in gradients else torch.zeros(rows, dtype=torch.float64)
     return {"out": gradients["grad_out"], "lse": of_lse}

@@ -1,4 +1,4 @@
-"""cases.py: what judges a case is computed once for all kernels, and anew for anything that differs."""
+"""cases.py: a judge computes once for all kernels, and again for anything that differs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How far a result may be from the exact one: one table for all tests.
+"""The table of tolerances of all tests.
 
 The judge is the formula in float64. A result may be at most twice as far from it as the peer is (torch's own
-attention, or the formula in the result's dtype), plus a floor for what rounding alone explains. Distances are
-the largest difference over the magnitude of the exact result or of the terms that it is a sum or difference
-of, where a test knows them; that counts as at least 1, as inputs of unit variance give terms of that order.
+attention, or the formula in the result's dtype), plus a floor for rounding. A distance is the largest
+difference over the magnitude of the exact result, or of the terms that it is a sum or difference of, if a
+test knows them. This magnitude is at least 1, as inputs of unit variance give terms of that order.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: How many times the peer's error is allowed.
+#: A result may have this many times the peer's error.
 PEER_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    #: Allowed without any error of the peer, relative to the largest exact magnitude.
+    #: The error that is allowed if the peer has none, relative to the largest exact magnitude.
     floor: float
 
 
-# 16-bit floors are half a unit in the last place of the largest element, that of float32 is a few units; the
-# judge of float64 makes rounding errors of its own.
+# 16-bit floors are half a unit in the last place of the largest element, and that of float32 is a few units.
+# float64 has a floor because its judge makes rounding errors, too.
 TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     (device, dtype): Tolerance(floor)
     for device in ("cpu", "cuda")
@@ -38,7 +38,7 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
 
 
 def distance(result: Tensor, exact: Tensor, terms: float = 1.0) -> float:
-    """The largest difference, relative to the largest exact magnitude, that of the terms, or 1."""
+    """Returns the largest difference over the largest exact magnitude, that of the terms, or 1."""
     if exact.numel() == 0:
         return 0.0
     finite = torch.isfinite(exact)

@@ -1,6 +1,7 @@
-"""Tests that repeat much of what others show run in turns in .ci/run, so that nobody waits for all of them.
+"""Turns of tests that repeat much of what other tests show.
 
-With SELFATTN_TEST_TURN, a number that .ci/run makes of the commit, one of each group runs; without it, all.
+.ci/run sets SELFATTN_TEST_TURN to a number that it derives from the commit, and then only one test of each
+group runs; without it, all run.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def _number() -> int | None:
 
 
 def chosen(group: Sequence[Choice]) -> list[Choice]:
-    """The one of the group whose turn it is, or all of them."""
+    """Returns the one of the group whose turn it is, or all of them."""
     number = _number()
     return list(group) if number is None else [group[number % len(group)]]
 
 
 def only_in(turn: int, turns: int) -> pytest.MarkDecorator:
-    """Marks a test that runs in one of so many turns."""
+    """Marks a test that runs only in one of ``turns`` turns."""
     other = turn not in chosen(range(turns))
     return pytest.mark.skipif(other, reason=f"{VARIABLE}: runs in turn {turn} of {turns}")

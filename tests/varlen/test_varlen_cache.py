@@ -231,7 +231,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("7", {"seqused_k": None}, TypeError, "cu_seqlens_k must be an int32 or int64"),
     ("7", {"seqused_k": None, "cu_seqlens_k": index(0, 9, 8, 9, 9, 9)}, ValueError, r"diff\(\) .* got -1"),
     ("7", {"seqused_k": None, "cu_seqlens_k": index(0, 9)}, ValueError, r"diff\(\) must have a length for"),
-    ("7", {"cu_seqlens_q": index()}, ValueError, "cu_seqlens_q must have an element more"),
+    ("7", {"cu_seqlens_q": index()}, ValueError, "cu_seqlens_q must have one element more"),
     ("7", {"query": torch.randn(17)}, ValueError, r"query must be \(total, H, E\)"),
     ("7", {"block_table": torch.full((5, 4), 99).int()}, ValueError, "is 99, but there are 23 pages"),
     ("7", {"block_table": torch.zeros(4, 4).int()}, ValueError, "a row for each of the 5"),

@@ -1,4 +1,4 @@
-"""Autocast casts what torch's attention has cast, and leaves what that leaves."""
+"""Autocast: it casts and leaves the same tensors as with torch's attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask_dtype", [None, torch.bool, *DTYPES], ids=str)
 def test_results_have_the_dtypes_of_torch(autocast: torch.dtype, mask_dtype: torch.dtype | None) -> None:
-    """For every mixture of dtypes that torch takes; its refusals need not be ours."""
+    """This holds for every mixture of dtypes that torch accepts; its refusals need not be ours."""
     taken = 0
     for query_dtype, key_dtype in itertools.product(DTYPES, DTYPES):
         query, key = (torch.randn(1, 2, 4, 8).to(dtype) for dtype in (query_dtype, key_dtype))

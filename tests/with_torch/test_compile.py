@@ -1,4 +1,4 @@
-"""torch.compile: every option in one graph, forward and backward, and few graphs for many shapes."""
+"""torch.compile: every option in one graph, forward and backward; few graphs for many shapes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options() -> dict[str, dict[str, Any]]:
     ("name", "dynamic"), [("everything", False), *((name, True) for name in options())], ids=str
 )
 def test_every_option_in_one_graph(name: str, dynamic: bool) -> None:
-    """Dynamic makes symbols of floats and ints too, which an option must take as it takes numbers."""
+    """With dynamic, floats and ints become symbols, too, which an option must accept like numbers."""
     given = options()[name]
     dtype = torch.bfloat16 if dynamic else torch.float32
     tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in qkv(7, 9, kv_heads=2)]
@@ -70,7 +70,7 @@ def test_every_option_in_one_graph(name: str, dynamic: bool) -> None:
 
 
 def graphs(function: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> int:
-    """How many graphs torch.compile makes of a function for these calls, whose results must be right."""
+    """Counts the graphs that torch.compile makes of a function for these calls, and checks the results."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(function, backend=counter, fullgraph=True)
@@ -103,7 +103,7 @@ def test_two_graphs_serve_all_lengths_and_batches(name: str) -> None:
 
 
 def test_two_graphs_serve_all_positions() -> None:
-    """A decoder's calls: the offset is the length so far, or a number that the caller counts."""
+    """In a decoder's calls the offset is the length so far, or a number that the caller counts."""
     assert graphs(bottom_right, [qkv(4, keys) for keys in LENGTHS]) <= 2
     calls = [(*qkv(4, 20), offset) for offset in range(10)]
     assert graphs(lambda q, k, v, n: scaled_dot_product_attention(q, k, v, query_offset=n), calls) <= 2
@@ -128,7 +128,7 @@ def test_two_graphs_serve_all_shapes_of_a_layer(module: torch.nn.Module) -> None
 
 
 def test_layers_where_a_default_device_is_set() -> None:
-    """It puts a mode in force, under which Dynamo traces no tensor method that torch has in Python."""
+    """A default device is a mode, under which Dynamo does not trace tensor methods written in Python."""
     ours = selfattn_ext.MultiHeadSelfAttention(16, HEADS)
     drop_in = selfattn_ext.MultiheadAttention(16, HEADS, batch_first=True)
     x, hidden = torch.randn(3, 5, 16), torch.ones(3 * HEADS, 5, 5).triu(1) > 0
@@ -152,7 +152,7 @@ def test_marked_dimensions_are_never_specialised() -> None:
 
 
 def test_a_number_that_changes_costs_a_graph_and_no_error() -> None:
-    """Operators take floats as constants, torch's own attention too."""
+    """Graphs hold floats of operators as constants, with torch's own attention, too."""
     calls = [(*qkv(4, 6), scale) for scale in (0.1, 0.2, 0.4)]
     assert graphs(lambda q, k, v, s: scaled_dot_product_attention(q, k, v, scale=s, softcap=s), calls) == 3
 

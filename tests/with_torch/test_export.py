@@ -19,7 +19,7 @@ BATCH, LENGTH, KEYS = Dim("batch", max=64), Dim("length", min=2, max=512), Dim("
 
 
 class Calls(torch.nn.Module):
-    """Both paths of the public function, the two halves, and a position that follows from the shapes."""
+    """Calls both paths of the public function, and the two halves, with a position that shapes determine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def inputs(batch: int, length: int, keys: int) -> list[torch.Tensor]:
 
 
 def outcome(function: Any, tensors: list[torch.Tensor], parameters: Any) -> list[torch.Tensor]:
-    """Results and gradients."""
+    """Computes results and gradients."""
     tensors = [tensor.detach().requires_grad_() for tensor in tensors]
     torch.manual_seed(5)
     results = function(*tensors)

@@ -1,4 +1,4 @@
-"""What torch.export writes can be trained: every public function, strict or not, in each grad mode."""
+"""Training of exported programs: every public function, strict or not, in each grad mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HEADS, LENGTH, WIDTH = 2, 7, 8
 
-#: Without their signatures, as tests hand on tensors and options in one.
+#: The functions have type Any here, as tests pass tensors and options in one mapping.
 flex_attention: Any = selfattn_ext.flex_attention
 varlen_attention: Any = selfattn_ext.varlen_attention
 sdpa: Any = selfattn_ext.scaled_dot_product_attention
@@ -38,7 +38,7 @@ def packed(x: Tensor, table: Tensor, **options: Any) -> Any:
 
 
 def distances(table: Tensor) -> Any:
-    """Reads a captured table, and what is computed of all of it."""
+    """Returns a score function that reads a captured table and its sum."""
     return lambda s, b, h, q, kv: s * table.tanh()[0] + table[q - kv + 8] * (h + 1)
 
 
@@ -73,7 +73,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 class Model(torch.nn.Module):
-    """Has something to learn before attention, and a table that functions capture."""
+    """A model with parameters before the attention, and a table that functions capture."""
 
     def __init__(self, functions: dict[str, Function]):
         super().__init__()
@@ -88,7 +88,7 @@ class Model(torch.nn.Module):
 
 
 def gradients(module: Any, parameters: Any, x: Tensor) -> dict[str, list[Tensor]]:
-    """For each function, those of the input and of all parameters."""
+    """Computes, for each function, the results and the gradients of the input and of all parameters."""
     x = x.clone().requires_grad_()
     torch.manual_seed(3)
     found = {}
@@ -108,7 +108,7 @@ def exported(module: torch.nn.Module, *given: Any, no_grad: bool = True, **how: 
 @pytest.mark.parametrize("no_grad", [False, True], ids=["grad", "no grad"])
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 def test_exported_programs_train(strict: bool, no_grad: bool) -> None:
-    """Though nothing requires a gradient while it is exported."""
+    """Exported programs can be trained even if nothing required a gradient during the export."""
     module = Model(FUNCTIONS)
     x = torch.randn(2, HEADS, LENGTH, WIDTH)
     expected = gradients(module, list(module.parameters()), x)
@@ -147,7 +147,7 @@ torch.save([*results, *(parameter.grad for parameter in program.parameters())], 
 
 
 def test_another_process_trains_what_was_saved(tmp_path: Path) -> None:
-    """It has never met the function, nor anything of where that is kept."""
+    """The other process has never compiled the function, and has none of the files that store it."""
     module = Model({name: FUNCTIONS[name] for name in ["a function with options"]})
     x = torch.randn(2, HEADS, LENGTH, WIDTH)
     torch.export.save(exported(module, x), tmp_path / "program.pt2")

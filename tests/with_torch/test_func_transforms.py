@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 
 from selfattn_ext import attention_scores, masked_softmax, reference, scaled_dot_product_attention
 
-# Thousands of tiny steps, which several threads only slow down.
+# There are thousands of tiny steps, which several threads only slow down.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -157,7 +157,7 @@ def test_forward_mode() -> None:
     ids=["plain attention", "attention", "scores", "softmax"],
 )
 def test_forward_mode_of_a_graph_recorded_before(call: Any) -> None:
-    """The gradient is linear in its cotangent: its tangent is the gradient from the cotangent's tangent."""
+    """A gradient is linear in its cotangent, so its tangent is the gradient of the cotangent's tangent."""
     x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     out = call(x, torch.randn(1, 2, 5, 4, dtype=torch.float64))
     cotangent, tangent = torch.randn_like(out), torch.randn_like(out)
@@ -263,7 +263,7 @@ def test_per_sample_gradients_of_a_module() -> None:
 
 
 def test_compile_traces_the_whole_call() -> None:
-    """By inductor: tests/clients/test_inductor.py."""
+    """This checks only the trace; tests/clients/test_inductor.py compiles by inductor."""
     tensors = {name: tensor.requires_grad_() for name, tensor in zip(NAMES, points(), strict=True)}
 
     def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -312,7 +312,7 @@ def test_fake_tensors() -> None:
 
 
 def test_autocast_reaches_no_judge() -> None:
-    """Second derivatives and forward mode compute in float32 under autocast too."""
+    """Second derivatives and forward mode compute in float32 even under autocast."""
     tensors = [torch.randn(1, 2, 6, 8) for _ in range(3)]
     with torch.autocast(gpu.DEVICE, dtype=torch.bfloat16):
         inside = reference.attention(*tensors).out

@@ -103,7 +103,7 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
 
 
 def function_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """With a function of scores and a map of blocks, which only the CPU has."""
+    """Returns calls with a function of scores and a map of blocks, which only the CPU has."""
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     with torch.device("cpu"):
         query, key, value = qkv(dtype, transposed)
@@ -123,7 +123,7 @@ def function_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tupl
 
 
 def cache_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The operators that write: to a cache of 9 rows, and to pages of 3."""
+    """Returns calls of the operators that write: to a cache of 9 rows, and to pages of 3."""
     query, key, value = qkv(dtype, transposed)
     packed = [tensor[:, :, :5].transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value)]
     cache = (torch.randn(2, 2, 9, 8).to(dtype), torch.randn(2, 2, 9, 3).to(dtype))
@@ -153,7 +153,7 @@ def cache_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[A
 
 @pytest.mark.parametrize(("dtype", "transposed"), list(itertools.product(DTYPES, [False, True])), ids=str)
 def test_opcheck(dtype: torch.dtype, transposed: bool) -> None:
-    """Schema, no hidden aliasing or mutation, and fake kernels with the metadata of the real results."""
+    """opcheck tests the schema, aliasing and mutation, and that fake results have the real metadata."""
     for operator, arguments, keywords in calls(dtype, transposed):
         torch.library.opcheck(operator, arguments, keywords, test_utils=("test_schema", "test_faketensor"))
 
@@ -167,13 +167,13 @@ def test_every_operator_is_checked() -> None:
     checked = {operator.name() for operator, _, _ in [*calls(torch.float64, False), *composed_calls()]}
     registered = torch._C._dispatch_get_all_op_names()
     ours = {name for name in registered if name.startswith(f"{ops.NAMESPACE}::")}
-    # The last of them answers with a text, and never within a graph.
+    # attention_refusals is not checked, as it returns a text and never occurs in a graph.
     assert ours - checked == {f"{ops.NAMESPACE}::attention_refusals"}
 
 
 def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The operators of graphs, made of the library's: those with gradients, those that know that they have
-    none, and that of block masks.
+    """Returns calls of the operators of graphs, which are composed of the library's: those with gradients,
+    those that refuse gradients, and that of block masks.
     """
     library = getattr(torch.ops, ops.NAMESPACE)
     query, key, value = (tensor.requires_grad_() for tensor in qkv(torch.float64, True))
@@ -182,7 +182,7 @@ def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         given[name].requires_grad_()
     scores, mask = torch.randn(2, 4, 5, 6, requires_grad=True), torch.randn(1, 1, 5, 6, requires_grad=True)
     wanted = {"return_weights": True, "return_lse": True}
-    # Functions of scores, which block masks belong to, are computed on the CPU.
+    # Block masks belong to functions of scores, which are computed on the CPU.
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32, device="cpu")
     indices = torch.tensor([[[[0, 1, 2], [2, 1, 0]]]], dtype=torch.int32, device="cpu")
     with torch.device("cpu"):
@@ -223,7 +223,7 @@ def test_opcheck_of_operators_of_graphs(index: int) -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS, "one head"])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_fake_results_look_like_real_ones(layout: str, heads: int) -> None:
-    """Shapes, strides, dtypes and devices of all results and gradients, for every layout of the inputs."""
+    """Shapes, strides, dtypes and devices agree for all results and gradients and every input layout."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, numbers: Tensor) -> list[Tensor]:
         tensors = (query, key, value)
@@ -267,7 +267,7 @@ def test_operations_are_counted_as_those_of_torch(keywords: dict[str, float]) ->
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 1), (3, 4)], ids=str)
 def test_strides_at_sizes_of_one(transposed: bool, shape: tuple[int, int]) -> None:
-    """Where a dimension has size 1 the two orders meet, and real and fake kernels must take the same."""
+    """If a dimension has size 1, both orders are possible, and real and fake kernels must take the same."""
     heads, length = shape
     query = (
         torch.randn(2, length, heads, 8).transpose(1, 2) if transposed else torch.randn(2, heads, length, 8)
@@ -303,7 +303,7 @@ def test_basic_operators_give_the_same_bits(dtype: torch.dtype, is_causal: bool)
             assert torch.equal(basic[0], ops.basic_attention(query, key, value, given, is_causal, True))
             assert torch.equal(basic[1], torch.stack([row_max, row_sum]))
             assert basic[2] is None if residual is None else torch.equal(basic[2], residual)
-            # The statistics as they come, and in a layout of their own.
+            # The statistics are used as they come, and in another layout.
             for statistics in (basic[1], basic[1].mT.contiguous().mT):
                 basic_grads = ops.basic_attention_backward(
                     out.cos(), query, key, value, out, statistics, basic[2], given, is_causal
@@ -313,7 +313,7 @@ def test_basic_operators_give_the_same_bits(dtype: torch.dtype, is_causal: bool)
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_plain_calls_take_the_basic_operators(is_causal: bool) -> None:
-    """Only they are fast on tiny tensors; anything they do not know goes to the others."""
+    """Only the basic operators are fast on tiny tensors; calls with other options take the others."""
     names: list[str] = []
 
     class Recorder(TorchDispatchMode):

@@ -109,7 +109,7 @@ def test_modes_see_the_call() -> None:
         out = scaled_dot_product_attention(query, query, query)
     assert torch.equal(out, expected)
     assert names == ["scaled_dot_product_attention"]
-    with torch.device("meta"):  # a mode of torch's own: where tensors are made that name no device
+    with torch.device("meta"):  # this is a mode of torch's, which places tensors that name no device
         assert torch.equal(scaled_dot_product_attention(query, query, query), expected)
         out = scaled_dot_product_attention(
             query, query, query, dropout_p=0.5, sinks=torch.ones(3, device=query.device)

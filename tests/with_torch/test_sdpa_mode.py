@@ -1,4 +1,4 @@
-"""with selfattn_ext.as_sdpa(): every call of F.scaled_dot_product_attention that this package may take."""
+"""as_sdpa(): every call of F.scaled_dot_product_attention that this package may take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inputs(dtype: torch.dtype = torch.float32, *, grad: bool = False, keys: int 
     )
 
 
-#: name -> (change of query, key and value; of the options). torch computes most of these by its formula.
+#: name -> (change of query, key and value; options). torch computes most of these by its formula.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plain": (lambda q, k, v: (q, k, v), {}),
     "causal": (lambda q, k, v: (q, k, v), {"is_causal": True, "scale": 0.3}),
@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 def run(name: str, dtype: torch.dtype, block: Any, given: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients of numbers of the dtype ``given``."""
+    """Computes output and gradients, for numbers that ``given`` can represent."""
     change, options = CALLS[name]
     tensors = dict(zip(("query", "key", "value"), inputs(given), strict=True))
     others = dict(options)
@@ -82,7 +82,7 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 def test_mask_and_causal_rule_together() -> None:
-    """Both hold, where torch raises, or on some versions lets both hold too."""
+    """Both hold; torch raises or, in some versions, applies both, too."""
     query, key, value = inputs()
     mask = normal(2, 1, 5, 7)
     both = mask.masked_fill(torch.ones(5, 7, dtype=torch.bool).triu(1), -torch.inf)
@@ -168,14 +168,14 @@ def test_a_block_is_of_its_thread() -> None:
 
 
 def results_of(call: Callable[[], Any]) -> Any:
-    """What a call gives or raises."""
+    """Returns what a call returns, or the error that it raises."""
     try:
         return call()
     except Exception as error:
         return type(error), str(error)
 
 
-#: name -> a call that is torch's: mistakes, and what this package does not compute.
+#: name -> a call that is left to torch: mistakes, and calls that this package does not compute.
 LEFT_TO_TORCH: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "head dims": lambda q, k, v: sdpa(q, k[..., :3], v),
     "heads": lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]),
@@ -276,7 +276,7 @@ def test_causal_bias() -> None:
 
 
 def test_derivatives_that_torchs_fused_kernel_lacks() -> None:
-    """Forward mode and second derivatives, which torch refuses or computes by its formula."""
+    """torch refuses forward mode and second derivatives, or computes them by its formula."""
     query, key, value, tangent = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
 
     def loss(query: torch.Tensor) -> torch.Tensor:
@@ -301,10 +301,10 @@ TRAINED_BY_THE_FORMULA: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = 
 
 @pytest.mark.parametrize("name", TRAINED_BY_THE_FORMULA)
 def test_outputs_that_are_changed_in_place(name: str) -> None:
-    """torch's formula keeps no output. The error says that this package does, and a copy may be changed."""
+    """torch's formula does not save its output; the error says that this package does, and advises a copy."""
     call = TRAINED_BY_THE_FORMULA[name]
     query, key, value = inputs(grad=True)
-    with attention.sdpa_kernel(attention.SDPBackend.MATH):  # which 2.14 does not take for 3-D by itself
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):  # torch 2.14 chooses another one for 3-D
         call(query, key, value).mul_(2.0).sum().backward()
     with as_sdpa():
         with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace operation.*change a copy"):

@@ -1,5 +1,6 @@
-"""with selfattn_ext.as_sdpa(): what takes functions apart or runs them later, torch.func, checkpointing,
-TorchScript, torch.compile and export.
+"""as_sdpa() with torch.func, checkpointing, TorchScript, torch.compile and torch.export.
+
+These take functions apart or run them later.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_torch_func() -> None:
 
 
 class Twice(torch.autograd.Function):
-    """A function that torch.func takes through an operator of its own."""
+    """A function that torch.func calls by an operator of its own."""
 
     generate_vmap_rule = True
 
@@ -65,7 +66,7 @@ def test_other_functions_in_a_block() -> None:
 
 
 def test_second_derivatives() -> None:
-    """torch's fused kernel has none."""
+    """torch's fused kernel has no second derivatives."""
     tensors = [normal(1, 1, 3, 4, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3)]
     with pytest.raises(RuntimeError, match="is not implemented"):
         torch.autograd.gradgradcheck(sdpa, tensors)
@@ -116,7 +117,7 @@ def scripted_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_compiled_outside_and_inside() -> None:
-    """One graph for each side of the block, whichever came first, and a block within the function."""
+    """There is one graph inside and one outside the block, in any order; the function may have a block."""
     calls = {
         "in a block": torch.compile(
             lambda q, k, v: sdpa(q, k, v, None, 0.1), backend="aot_eager", fullgraph=True
@@ -164,7 +165,7 @@ def sdpa_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_results_on_disk_are_told_apart() -> None:
-    """torch finds compiled results by the traced graph, which does not know about the block."""
+    """torch looks up compiled results by the traced graph, which does not contain the block."""
     before = torch.compiler.config.cache_key_tag
     with as_sdpa():
         inside = torch.compiler.config.cache_key_tag
@@ -186,7 +187,7 @@ class WithItsOwnBlock(torch.nn.Module):
 
 
 def operators(program: torch.export.ExportedProgram) -> list[str]:
-    """Those of attention in a graph, torch's and this package's."""
+    """Returns the attention operators in a graph, torch's and this package's."""
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     return [name for name in names if "attention" in name]
 
@@ -206,7 +207,7 @@ def test_an_exported_program_takes_the_kernels_where_it_runs(strict: bool) -> No
 
 
 def test_decompositions_replace_torchs_operator() -> None:
-    """By what computes it where they are asked for: in a block by this package's, for inference."""
+    """The operator is replaced by the one that computes: in a block by this package's, for inference."""
     exported = torch.export.export(Model(), inputs())
     assert operators(exported.run_decompositions()) == []
     with as_sdpa():
@@ -216,9 +217,9 @@ def test_decompositions_replace_torchs_operator() -> None:
 
 
 def test_a_block_within_an_exported_function() -> None:
-    """Stays where Dynamo traces it, which torch.export uses where it is strict alone."""
+    """The block is kept only if Dynamo traces it, which torch.export uses only with strict=True."""
     strict, other = (torch.export.export(WithItsOwnBlock(), inputs(), strict=how) for how in (True, False))
     assert operators(strict) == [f"{OURS}with_gradient.default"]
     assert operators(other) == [TORCHS]
-    # The operator with gradients, and those that it is made of.
+    # The counts are those of the operator with gradients and of those that it is composed of.
     assert ran.ours(lambda: strict.module()(*inputs(grad=True)).sum().backward()) == (2, 1)

@@ -1,5 +1,6 @@
-"""The command line where torch is the only package, as README's Install leaves it: it works, or says at once
-what to install.
+"""The command line with torch as the only package: it works, or says what to install.
+
+README's section Install leaves a user with these packages.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 import selfattn_ext
 
-#: Runs commands in one process that has none of these packages, and prints for each its exit code and texts.
+#: This script runs commands in a process without these packages, and prints their exit codes and texts.
 SCRIPT = """
 import contextlib, functools, io, json, sys, traceback
 
@@ -74,7 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     torch.save(torch.rand(2, 2, 3, 3), folder / "weights.pt")
     (folder / "weights.npy").write_bytes(b"whatever it holds")
     (folder / "text.txt").write_text("the cat sat on the mat. " * 40, encoding="utf-8")
-    # The package that is being tested, wherever it was imported from.
+    # The process imports the same package as this test.
     environment = os.environ | {"PYTHONPATH": str(Path(selfattn_ext.__file__).parents[1])}
     command = [sys.executable, "-c", SCRIPT, *COMMANDS]
     finished = subprocess.run(

@@ -1,6 +1,4 @@
-"""torch.nn.attention.activate_flash_attention_impl("selfattn_ext"): torch's attention on this package's
-kernels, and back.
-"""
+"""torch.nn.attention.activate_flash_attention_impl("selfattn_ext"), and its reversal."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def _restored() -> Iterator[None]:
     attention.restore_flash_attention_impl(_raise_warn=False)
 
 
-#: name -> (mask of L and S, other arguments); what torch's fused kernel takes.
+#: name -> (function (L, S) -> mask, other arguments), for calls that torch's fused kernel takes.
 CALLS: dict[str, tuple[Callable[[int, int], Tensor] | None, dict[str, Any]]] = {
     "plain": (None, {}),
     "causal": (None, {"is_causal": True}),
@@ -44,7 +42,7 @@ CALLS: dict[str, tuple[Callable[[int, int], Tensor] | None, dict[str, Any]]] = {
 def run(
     name: str, dtype: torch.dtype, forward: bool, backward: bool, of: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Output and gradients, each by this package's kernels or by torch's, of numbers of the dtype ``of``."""
+    """Computes output and gradients, each by our kernels or torch's, for numbers that ``of`` represents."""
     mask, options = CALLS[name]
     shapes = {"query": (2, 4, 9, 16), "key": (2, 4, 21, 16), "value": (2, 4, 21, 16)}
     if "enable_gqa" in options:
@@ -69,7 +67,7 @@ def run(
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
-    """Both on our kernels, and forward and backward of either side with the other's."""
+    """Both passes run on our kernels, or one of them on torch's."""
     exact = run(name, torch.float64, False, False, of=dtype)
     peer = run(name, dtype, False, False)
     for forward, backward in ((True, True), (True, False), (False, True)):
@@ -80,14 +78,14 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -10000.0])
 @pytest.mark.parametrize("switch", [ran.activated, selfattn_ext.as_sdpa])
 def test_rows_hidden_by_low_numbers(switch: Any, low: float) -> None:
-    """Masks of other libraries hide by finite numbers: a row of nothing else weighs its keys alike."""
+    """Masks of other libraries hide by finite numbers; a row of only these weighs its keys equally."""
     tensors = [normal(2, 4, 9, 16, seed=seed).requires_grad_() for seed in range(3)]
     mask = torch.zeros(9, 9)
     mask[3], mask[:, 7] = low, low
 
     def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
         query, key, value = (tensor.to(dtype) for tensor in tensors)
-        scores = (0.25 * (query @ key.mT).float() + mask).to(dtype)  # as float32 rounds them
+        scores = (0.25 * (query @ key.mT).float() + mask).to(dtype)  # rounded to float32
         return torch.autograd.grad((F.softmax(scores, -1) @ value).square().sum(), tensors)
 
     with switch():
@@ -98,7 +96,7 @@ def test_rows_hidden_by_low_numbers(switch: Any, low: float) -> None:
 
 
 def test_mask_and_causal_rule_together() -> None:
-    """torch 2.13 sends such calls to the operator, 2.14 refuses them before."""
+    """torch 2.13 sends such calls to the operator, but 2.14 refuses them before."""
     query, key, value = (normal(2, 4, 9, 16, seed=seed) for seed in range(3))
     mask = normal(9, 9)
     both = mask.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
@@ -184,7 +182,7 @@ def test_calls_for_the_formula_stay_torchs() -> None:
 
 
 def test_what_the_kernels_refuse_is_torchs() -> None:
-    """torch's kernel takes a value of another length than the key's, whatever comes of it."""
+    """torch's kernel computes calls that ours refuse, such as a negative dropout_p or a NaN scale."""
     query, key, value = (normal(2, 4, 9, 16, seed=seed) for seed in range(3))
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for options in ({"dropout_p": -0.5}, {"scale": float("nan")}):
@@ -274,7 +272,7 @@ def test_transformer_encoder(switch: Any, padded: bool) -> None:
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("masks", ["none", "padding", "square", "both", "per head"])
 def test_multihead_attention_in_evaluation(switch: Any, need_weights: bool, masks: str) -> None:
-    """torch's fast path, which holds its own attention."""
+    """torch's fast path contains its own attention."""
     model = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
     tokens = normal(2, 5, 16)
     square = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -299,7 +297,7 @@ def test_multihead_attention_in_evaluation(switch: Any, need_weights: bool, mask
 
 @pytest.mark.parametrize(("shape", "mask_type"), [((5, 5), 0), ((2, 5), 1), ((2, 2, 5, 5), 2)])
 def test_masks_of_the_fast_path_are_not_refused(shape: tuple[int, ...], mask_type: int) -> None:
-    """A refusal would be torch's result, and nobody the wiser."""
+    """A refusal would go unnoticed, as torch would then compute the result."""
     tokens, weights = normal(2, 5, 16), normal(48, 16, seed=1)
     mask = normal(*shape, seed=2) > 0.5
     arguments = (tokens, tokens, tokens, 16, 2, weights, weights[:, 0], weights[:16], weights[0], mask)

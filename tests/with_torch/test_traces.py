@@ -1,4 +1,4 @@
-"""Transforms of torch.func within what torch.export traces, and layers within what torch.fx traces."""
+"""Traces: transforms of torch.func in torch.export, and layers in torch.fx."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_exported_vmap_trains(name: str, strict: bool) -> None:
 
 @pytest.mark.parametrize("function", [plain, halves, with_a_function])
 def test_exported_derivatives_are_refused(function: Function) -> None:
-    """torch's own programs of them return fake tensors."""
+    """They are refused, as exported programs of derivatives return fake tensors."""
 
     def loss(x: Tensor) -> Tensor:
         return function(x).sin().sum()

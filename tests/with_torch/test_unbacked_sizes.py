@@ -1,4 +1,4 @@
-"""The number of rows depends on data within a graph of torch.compile or torch.export: packing by nonzero."""
+"""Graphs in which the number of rows depends on data, as in packing by nonzero."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from selfattn_ext import MultiheadAttention, MultiHeadSelfAttention
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HEADS, WIDTH = 4, 8
-#: Without their signatures, as tests hand on tensors and options in one.
+#: The functions have type Any here, as tests pass tensors and options in one mapping.
 varlen_attention: Any = selfattn_ext.varlen_attention
 sdpa: Any = selfattn_ext.scaled_dot_product_attention
 
-#: Of rows (N, H, E), N not known, and where sequences begin.
+#: A function of rows (N, H, E), where N is not known, and of the starts of sequences.
 Function = Callable[[Tensor, Tensor], Any]
 
 
@@ -34,13 +34,13 @@ def dense(rows: Tensor, starts: Tensor, **options: Any) -> Any:
 
 
 def cache_of(rows: Tensor) -> tuple[Tensor, ...]:
-    """A query for each row, and a cache with room for three keys."""
+    """Returns a query for each row, and a cache with room for three keys."""
     query = rows.detach().unsqueeze(2)
     return query, query.repeat(1, 1, 3, 1), query.repeat(1, 1, 3, 1)
 
 
 def step(tokens: Tensor, length: int | Tensor, layout: str | None = None) -> Tensor:
-    """Of one sequence, all of whose new tokens there is room for."""
+    """Makes a step of one sequence, whose cache has room for all new tokens."""
     sizes = (1, HEADS, 30, WIDTH) if layout == "bhld" else (1, 30, HEADS, WIDTH)
     keys, values = torch.zeros(sizes), torch.zeros(sizes)
     return selfattn_ext.attention_with_kvcache(
@@ -107,7 +107,7 @@ class Model(torch.nn.Module):
 
 
 def outcome(module: Any, x: Tensor, keep: Tensor) -> tuple[Any, dict[str, Tensor]]:
-    """Results by function, and gradients of all together by parameter."""
+    """Returns the results by function, and the gradients of their sum by parameter."""
     torch.manual_seed(3)
     results = module(x, keep)
     total = sum(result.float().nan_to_num(neginf=0.0).sin().sum() for of in results.values() for result in of)

@@ -1,8 +1,9 @@
-// Attention backward. A task owns a chunk of the keys of one (batch, kv head): it sums dK and dV of the chunk
-// over all queries of all heads of the group in scratch, and rounds them once. dQ gathers contributions of
-// all chunks, in the order of the chunks: the task of chunk c adds to a strip after chunk c - 1 has. No
-// atomics on data, no partial copies of dQ, and sums whose order depends on nothing but the shape. Chunks
-// follow one another through the strips like a wave, one strip behind, so they hardly ever wait.
+// The backward pass: gradients of queries, keys, values, slopes and sinks. A task owns a chunk of the keys of
+// one (batch, kv head): it sums dK and dV of the chunk over all queries of all heads of the group in scratch,
+// and rounds them once. dQ gathers contributions of all chunks, in the order of the chunks: the task of chunk
+// c adds to a strip after that of chunk c - 1. So there are no atomics on data and no partial copies of dQ,
+// and the order of every sum depends on nothing but the shape. Each chunk follows the one before through the
+// strips, one strip behind, so they hardly ever wait.
 #pragma once
 
 #include "backward_scratch.h"
@@ -10,7 +11,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// dQ of 16-bit tensors is summed in float across chunks. A whole number of cache lines.
+// dQ of 16-bit tensors is summed in float across chunks. The size is a whole number of cache lines.
 template <class P>
 size_t backward_workspace(const AttentionParams& p) {
   using T = Scalar<P>;
@@ -70,7 +71,8 @@ class BackwardTask {
 
     mask_sum.begin_item(s.mask, at.chunk, batch, kv_head, begin, keys);
 
-    // Strips outside, heads inside: heads may share a mask, and then take turns at its gradient.
+    // The loop over strips is outside that over heads: heads may share a mask, and then take turns at its
+    // gradient.
     const int64_t group = p.heads / p.kv_heads;
     int64_t done = 0;
     for (int64_t first = 0; first < p.queries;) {
@@ -106,18 +108,18 @@ class BackwardTask {
   const AttentionParams& p;
   const BackwardArguments& a;
   int64_t chunk, chunks, heads_kv;
-  // Whether the call asks for nothing of weights and dS but the gradients of query, key and value, and all of
-  // its options are in the scores: then they may go to the products in paired form alone.
+  // Whether weights and dS may go to the products as pairs alone: the call needs them for nothing but the
+  // gradients of query, key and value, and all of its options are in the scores.
   bool takes_paired;
   MaskSum<P> mask_sum;
   std::unique_ptr<std::atomic<int64_t>[]>
       strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
 
   // A chunk of the keys of one (batch, kv head). All heads' first chunks come before any second one: with
-  // enough heads nobody waits at all.
+  // enough heads no item waits at all.
   struct Item {
     int64_t number, chunk, batch, kv_head;
-    int64_t begin, keys;  // of the chunk
+    int64_t begin, keys;  // the chunk's first key, and how many it has
 
     Item(const BackwardTask& t, int64_t item)
         : number(item),
@@ -136,8 +138,8 @@ class BackwardTask {
     bool contributes[kPanelStrips<P>];  // whether the strip sees keys of the chunk
     bool contribute;                    // whether any does
   };
-  // Items take turns at the mask's gradient strip by strip. What several strips add at once must be the same
-  // to the bit, as it is where running sums stay in the products.
+  // Items take turns at the mask's gradient strip by strip. Several strips may add at once only if that
+  // changes no bit, as when running sums stay in the products.
   int64_t panel_strips() const {
     if constexpr (kPanelStrips<P> > 1) {
       if (P::pieces(p) == 1 && !MaskSum<P>::takes(a)) return kPanelStrips<P>;
@@ -147,15 +149,14 @@ class BackwardTask {
 
   int64_t chunk_rows() const { return p.keys < chunk ? round_up(p.keys, 16) : chunk; }
 
-  // Plain arithmetic must look for data whose products with a weight of 0 are NaN; pairs have seen it
-  // already.
+  // Direct products must look for data whose products with a weight of 0 are NaN; pairs have seen it already.
   template <class Operand>
   static bool well_behaved(const Operand& operand, int64_t rows, int64_t columns) {
     if constexpr (kDirect<P>) return all_finite(operand.rows.data, operand.rows.stride, rows, columns);
     return true;
   }
 
-  // What the panel after this one begins with.
+  // Returns the rows that the panel after this one begins with.
   ComingRows next_panel(const Item& item, const Panel& panel, int64_t head) const {
     const int64_t group = p.heads / p.kv_heads;
     const bool same_queries = (head + 1) % group != 0;
@@ -183,7 +184,7 @@ class BackwardTask {
     }
   }
 
-  // A panel against the chunk: dQ^T of its strips in s.grad_query_t, dK and dV added to the chunk's.
+  // Computes a panel against the chunk: dQ^T of its strips in s.grad_query_t, dK and dV added to the chunk's.
   void add_panel(Scratch& s, const Item& item, const Panel& panel, int64_t head, int64_t step,
                  bool leave_hidden_out) const {
     const auto rows_of = [&](const View& view, int64_t columns) {
@@ -192,7 +193,7 @@ class BackwardTask {
     if constexpr (kDirect<P>) {
       s.query_rows.load(rows_of(p.query, p.head_dim));
     } else {
-      // Numbers of one piece are in float nowhere, those of more come in panels of one strip.
+      // Numbers of one piece are never in float; those of more pieces come in panels of one strip.
       s.block.grad.in_float = panel.strips == 1 ? s.strips[0].gradients_in_float() : nullptr;
       s.query_rows.load(rows_of(p.query, p.head_dim), s.block.grad.in_float);
     }
@@ -249,7 +250,7 @@ class BackwardTask {
             item.begin, s.grad_query_t, s.grad_key,       s.grad_value, s.head_stride, s.value_stride};
   }
 
-  // What queries of a panel add to dK and dV of a block of keys.
+  // Adds to dK and dV of a block of keys what queries of a panel contribute.
   void add_rows(Scratch& s, int64_t first, int64_t queries, int64_t from, int64_t rows,
                 const T* visible) const {
     multiply_weights<P>(s.block.weights, rows, first, queries, s.grad_out_rows, p.value_dim,
@@ -266,7 +267,7 @@ class BackwardTask {
     }
   }
 
-  // Whether dP of a block is not made of pieces alone.
+  // Tells whether values of a block have no pieces, so that dP is not made of pieces alone.
   static bool special_values(const Scratch& s, int64_t from, int64_t rows) {
     if constexpr (kDirect<P>) {
       return false;
@@ -275,15 +276,15 @@ class BackwardTask {
     }
   }
 
-  // How many keys of the block `from` and on of the chunk there are for a strip; 0 if it sees none.
+  // Returns how many keys a strip meets in the block that begins at `from` of the chunk; 0 if it sees none.
   static int64_t seen_rows(const GradientStrip<P>& strip, const Item& item, int64_t from, int64_t rows) {
     const int64_t stop = smaller(strip.keys.end - item.begin, item.keys), key = item.begin + from;
     if (from >= stop || key + kKeyBlock <= strip.keys.begin) return 0;
     return smaller(stop - from, rows);
   }
 
-  // A strip of the panel against `count` keys of the block: adds to dQ^T and makes ready what add_rows takes.
-  // false if all of them are hidden.
+  // Computes a strip of the panel against `count` keys of the block: adds to dQ^T and prepares the operands
+  // of add_rows. Returns false if all of the keys are hidden.
   bool add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, int64_t count,
                  const PairedPlace& place, int64_t step, bool mark, bool paired) const {
     GradientStrip<P>& strip = s.strips[i];
@@ -312,7 +313,8 @@ class BackwardTask {
                int64_t done) const {
     const int64_t count = panel.counts[i];
     const bool contributes = panel.contributes[i];
-    // Also with nothing to add: a later chunk takes this one's word that all before it are done.
+    // The wait is needed even with nothing to add: a later chunk relies on this one's count for all chunks
+    // before it.
     if (!item.is_first()) {
       const std::atomic<int64_t>& before = strips_done[item.number - heads_kv];
       while (before.load(std::memory_order_acquire) <= done) std::this_thread::yield();
@@ -333,8 +335,8 @@ class BackwardTask {
     s.query_sums.publish(p, a, item.batch, head, first, count, item.is_first(), last, grad_query_t);
   }
 
-  // d(sink) of a row is -P(sink) * delta.
-  // exp of the library, as that of vectors takes small weights for 0.
+  // d(sink) of a row is -P(sink) * delta. It takes the library's exp, because the vectors' exp makes small
+  // weights 0.
   void sink_gradients(const GradientStrip<P>& strip) const {
     if (a.grad_sinks_rows == nullptr) return;
     const T sink = head_scalar<T>(p.sinks, strip.batch, strip.head);
@@ -346,14 +348,14 @@ class BackwardTask {
   }
 };
 
-// Each element as if it had come alone.
+// Computes each element as if it were alone.
 template <class P>
 void backward_sequences(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   auto calls = element_calls(p, a, 0, kAnyQueries);
   typename MaskSum<P>::Chain sharers;
   const bool share_mask = MaskSum<P>::takes(a) && a.grad_mask.stride[0] == 0;
   if (share_mask) {
-    // An item has so many keys at most, and is as long as its queries are many: this order balances, too.
+    // An item's keys are limited, so its work grows with its queries: this order balances the threads, too.
     most_queries_first(calls);
   }
   char* workspace = static_cast<char*>(a.workspace);

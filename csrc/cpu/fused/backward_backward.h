@@ -1,8 +1,9 @@
-// Second derivatives (second_tile.h), as the backward of the backward, its forward mode, and the backward of
-// the forward mode want them. An item owns a panel of queries of one head, and meets all keys twice: for the
-// numbers of its rows, then for the results. Gradients of keys and values gather from all panels and heads of
-// a kv head, in that order: a panel adds to a block of keys after the panel before has. As in the backward
-// (backward.h) there are no atomics on data, and the order of every sum depends on the shape alone.
+// The pass of second derivatives, whose tiles are in second_tile.h. It serves the backward of the backward,
+// the forward mode of the backward, and the backward of the forward mode. An item owns a panel of queries of
+// one head, and meets all keys twice: for the numbers of its rows, then for the results. Gradients of keys
+// and values gather from all panels and heads of a kv head, in that order: a panel adds to a block of keys
+// after the panel before has. As in the backward (backward.h) there are no atomics on data, and the order of
+// every sum depends on the shape alone.
 #pragma once
 
 #include "gradient_results.h"
@@ -12,11 +13,11 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Strips of a panel: what they add to a block of keys is loaded once for all of them.
+// Strips of a panel, for all of which the sums of a block of keys are loaded once.
 template <class T>
 constexpr int64_t kSecondStrips = limited(96 / kLanes<T>, 1, 8);
 
-// What tiles of a worker may take; those of other blocks are computed twice.
+// The memory that a worker's tiles may take; tiles of further blocks are computed twice.
 constexpr int64_t kKeptTileBytes = int64_t{16} << 20;
 
 template <class P>
@@ -45,7 +46,7 @@ class BackwardBackwardTask {
     T* slope_rows;    // [kLanes]
     T* visible;       // [kKeyBlock][kLanes], where it is marked
     SecondTile<T> spare;
-    bool shown;  // whether the tile of this block is
+    bool shown;  // whether the tile of this block shows anything
 
     static int64_t columns_size(int64_t columns) { return round_up_to_vector<T>(columns) * kLanes<T>; }
     static int64_t bytes(const AttentionParams& p) {
@@ -69,15 +70,15 @@ class BackwardBackwardTask {
   };
 
   struct Scratch {
-    int64_t kept_blocks;  // of a panel's
+    int64_t kept_blocks;  // blocks of a panel whose tiles are kept
     Arena arena;
     Session<P> session;
     TangentKeys<P> keys;
     SecondScratch<P> tiles;
-    WeightOperand<P> weights;  // what a tile has for a product
+    WeightOperand<P> weights;  // a tile's array as a product takes it
     Strip strips[kSecondStrips<T>];
     T* kept;
-    std::unique_ptr<bool[]> shown;  // of kept tiles
+    std::unique_ptr<bool[]> shown;  // whether kept tiles show anything
 
     static int64_t blocks_to_keep(const BackwardBackwardTask& t) {
       const int64_t of_block = kSecondStrips<T> * SecondTile<T>::bytes(t.p);
@@ -99,7 +100,7 @@ class BackwardBackwardTask {
   };
 
   void operator()(int64_t item, Scratch& s) const {
-    // All heads' first panels come first: with enough heads nobody waits at all.
+    // All heads' first panels come first: with enough heads no item waits at all.
     const int64_t chain = item % chains_, position = item / chains_;
     Panel panel(*this, chain, position);
     begin_panel(s, panel);
@@ -133,7 +134,7 @@ class BackwardBackwardTask {
 
   struct Panel {
     int64_t chain, position, batch, kv_head, head, first, end, strips = 0;
-    int64_t first_block = 0, end_block = 0;  // that any strip sees
+    int64_t first_block = 0, end_block = 0;  // the blocks that any strip sees
     bool finite = true;                      // no NaN and no infinity in anything that products meet
 
     Panel(const BackwardBackwardTask& t, int64_t chain_index, int64_t position_in_chain)
@@ -179,7 +180,7 @@ class BackwardBackwardTask {
                 Meets::kBoth);
   }
 
-  // How many keys of a block there are for a strip; 0 if it sees none.
+  // Returns how many keys of a block a strip meets; 0 if it sees none.
   static int64_t seen_keys(const Strip& strip, const TangentKeys<P>& block) {
     if (block.first >= strip.keys.end || block.first + block.count <= strip.keys.begin) return 0;
     return smaller(strip.keys.end - block.first, block.count);
@@ -212,7 +213,7 @@ class BackwardBackwardTask {
     }
   }
 
-  // What the panel and a block of keys give each other.
+  // Adds the contributions of the panel and of a block of keys to each other's sums.
   void add_block(Scratch& s, const Panel& panel, int64_t block) const {
     const bool seen = block >= panel.first_block && block < panel.end_block;
     SecondTile<T> tiles[kSecondStrips<T>];
@@ -233,13 +234,14 @@ class BackwardBackwardTask {
       }
     }
     std::atomic<int64_t>* const own = &done_[panel.chain * length_ + panel.position];
-    // Also with nothing to add: the next panel takes this one's word that all before it are done.
+    // The wait is needed even with nothing to add: the next panel relies on this one's count for all panels
+    // before it.
     while (panel.position > 0 && own[-1].load(std::memory_order_acquire) <= block) std::this_thread::yield();
     add_to_keys(s, panel, block, seen, tiles);
     own->store(block + 1, std::memory_order_release);
   }
 
-  // To the gradient of queries and to tangent_out.
+  // Adds to the gradient of queries and to tangent_out.
   void add_to_rows(Scratch& s, const Panel& panel, const Strip& strip, int64_t keys,
                    const SecondTile<T>& tile) const {
     const TangentKeys<P>& block = s.keys;
@@ -312,7 +314,7 @@ class BackwardBackwardTask {
   }
 };
 
-// dS2 for the gradient of the mask, from the rows' numbers in the workspace.
+// Computes dS2 for the gradient of the mask, from the rows' numbers in the workspace.
 template <class P>
 struct SecondScoreGradient {
   using T = Scalar<P>;

@@ -1,5 +1,5 @@
-// What a worker of the backward has in memory: a chunk of keys and values as the products take them, the
-// chunk's sums, and a panel of strips. And how long a chunk is, which that decides.
+// A backward worker's memory, and the length of a chunk of keys, which it limits. The memory holds the
+// chunk's keys and values as the products take them, the chunk's sums, and a panel of strips.
 #pragma once
 
 #include "gradient_panel.h"
@@ -8,12 +8,12 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Keys per chunk: dK and dV of a chunk in T take so much of the level-2 cache at most. A function of the head
-// dims only, because the chunk is visible in the rounding of dQ.
+// Returns the keys per chunk: dK and dV of a chunk in T take at most kChunkBytes of the level-2 cache. It
+// depends on the head dims only, because the length of a chunk changes the rounding of dQ.
 template <class P>
 int64_t chunk_keys(const AttentionParams& p) {
   using T = Scalar<P>;
-  constexpr int64_t kMostKeys = 512;  // of narrow heads: longer chunks would leave threads without one
+  constexpr int64_t kMostKeys = 512;  // with narrow heads, longer chunks would leave some threads without one
   const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
   const int64_t keys = row > 0 ? kChunkBytes<P> / row : kChunkBytes<P>;
   return limited(keys / kKeyBlock * kKeyBlock, kKeyBlock, kMostKeys);
@@ -29,7 +29,7 @@ template <class P>
 struct BackwardScratch {
   using T = Scalar<P>;
 
-  // Up to whole tiles, which products may be made of.
+  // The lanes of a panel, in whole tiles, as products may need them.
   static constexpr int64_t kPanelLanes = kPanelStrips<P> * kLanes<P>;
 
   Arena arena;
@@ -49,7 +49,7 @@ struct BackwardScratch {
   static int64_t grad_query_size(const AttentionParams& p) {
     return round_up_to_vector<T>(p.head_dim) * kLanes<P>;
   }
-  // `rows` of keys in a chunk, at most.
+  // `rows` is the most keys of a chunk.
   static int64_t bytes(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum) {
     const int64_t e = round_up_to_vector<T>(p.head_dim), ev = round_up_to_vector<T>(p.value_dim);
     return GradientScratch<P>::bytes(p) +

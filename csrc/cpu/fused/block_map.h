@@ -1,4 +1,4 @@
-// What a map of blocks says of scores: core/score_function.h.
+// Reads the map of blocks of a score function (core/score_function.h).
 #pragma once
 
 #include "../../core/score_function.h"
@@ -6,7 +6,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Of a row of the map, nullptr behind the last one.
+// Reads a block in a row of the map; the row is nullptr past the last one.
 inline Seen seen_in_block(const BlockMap& map, const uint8_t* row, int64_t key_block) {
   return row == nullptr || key_block >= map.key_blocks ? Seen::kNone : static_cast<Seen>(row[key_block]);
 }
@@ -16,8 +16,8 @@ inline const uint8_t* row_of_blocks(const BlockMap& map, int64_t batch, int64_t 
   return map.blocks + batch * map.stride[0] + head * map.stride[1] + query_block * map.stride[2];
 }
 
-// The keys that some query of [first, last] may see: those of visible_keys that the map does not leave out.
-// It may leave out some between them.
+// Returns the keys that some query of [first, last] may see: visible_keys without what the map leaves out at
+// either end. It may leave out more between them.
 inline KeyRange shown_keys(const AttentionParams& p, int64_t batch, int64_t head, int64_t first,
                            int64_t last) {
   const KeyRange range = visible_keys(p, first, last);
@@ -35,7 +35,7 @@ inline KeyRange shown_keys(const AttentionParams& p, int64_t batch, int64_t head
   return {larger(range.begin, begin * map.key_size), smaller(range.end, end * map.key_size)};
 }
 
-// Whether these queries of some head of a kv head may see some of these keys, as far as shown_keys knows.
+// Tells whether these queries of any head of a kv head may see any of these keys, as far as shown_keys knows.
 inline bool some_head_sees(const AttentionParams& p, int64_t batch, int64_t kv_head, QueryRange queries,
                            KeyRange keys) {
   const int64_t group = p.heads / p.kv_heads, end = (kv_head + 1) * group;

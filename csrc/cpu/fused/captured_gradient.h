@@ -1,5 +1,5 @@
-// The gradients of tensors that the function of a call reads, in a pass of its own that computes dS again.
-// How it is divided into items is in core/captured_parts.h.
+// The gradients of tensors that a score function reads, in a separate pass. It computes dS again.
+// core/captured_parts.h divides it into items.
 #pragma once
 
 #include "../../core/captured_parts.h"
@@ -14,7 +14,7 @@ class CapturedGradientTask {
   using Calls = std::vector<ElementCall<BackwardArguments>>;
 
  public:
-  static constexpr int64_t kItems = 32;  // about as many
+  static constexpr int64_t kItems = 32;  // the wanted number, about
 
   CapturedGradientTask(const AttentionParams& params, const BackwardArguments& arguments,
                        const Calls* batch_elements, const CapturedGradients& gradients)
@@ -28,14 +28,14 @@ class CapturedGradientTask {
   int64_t items() const { return parts.items(); }
 
   struct Scratch {
-    static constexpr int64_t kStrips = 4;  // that meet a block of keys one after the other
+    static constexpr int64_t kStrips = 4;  // strips that meet a block of keys one after the other
 
     Arena arena;
     Session<P> session;
     GradientScratch<P> block;
     GradientStrip<P> strips[kStrips];
     RowOperand<P> keys, values;
-    std::vector<double*> sums;  // of each captured tensor
+    std::vector<double*> sums;  // sums of each captured tensor
 
     static int64_t bytes(const AttentionParams& p) {
       return GradientScratch<P>::bytes(p) + kStrips * GradientStrip<P>::bytes(p) +
@@ -103,7 +103,7 @@ class CapturedGradientTask {
     }
   }
 
-  // What strips first .. end - 1 of a head add.
+  // Adds what strips first .. end - 1 of a head contribute.
   static void add_strips(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
                          int64_t head, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
@@ -133,7 +133,7 @@ class CapturedGradientTask {
 
 template <class P>
 struct CapturedGradientJoin {
-  static constexpr int64_t kElements = 65536;  // of an item
+  static constexpr int64_t kElements = 65536;  // elements of an item
 
   const CapturedGradientTask<P>& task;
 

@@ -1,6 +1,7 @@
-// Attention forward for very few queries, as in generating text: what counts is reading keys and values once,
-// in order, with every thread. An item is a chunk of the keys of one kv head, for all query heads that read
-// it; a second pass merges the chunks' softmax states. Chunks and result depend on the shape only.
+// The forward for very few queries, as in generating text. Its time is that of reading keys and values, so it
+// reads them once, in order, with every thread. An item is a chunk of the keys of one kv head, for all query
+// heads that read it; a second pass merges the chunks' softmax states. Chunks and result depend on the shape
+// only.
 #pragma once
 
 #include "../products/few_query_products.h"
@@ -10,16 +11,16 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// What decoding applies, see Note [Declared options] in core/options.h. Calls with other options are made of
-// strips, however few their queries are.
+// The options that decoding applies, see Note [Declared options] in core/options.h. Calls with other options
+// are computed by strips, however few their queries are.
 constexpr OptionSet kDecodeOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
                                       Option::kSinks,       Option::kDropout,    Option::kWindow,
                                       Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
                                       Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets,
                                       Option::kPages};
 
-// The most queries with which a call, or an element of its batch, is decoded. Decoding multiplies the queries
-// by the scale.
+// Returns the most queries with which a call, or an element of its batch, is decoded. Decoding multiplies the
+// queries by the scale.
 inline int64_t most_decoded(const AttentionParams& p) {
   return options_of(p).within(kDecodeOptions) && scale_keeps_queries(p.scale) ? kFewQueries : 0;
 }
@@ -31,10 +32,10 @@ struct DecodeTask {
   const AttentionParams& p;
   int64_t group, chunks;
   int64_t item_heads, item_chunks;
-  // States of the chunks, [batch * heads][chunks][queries] and, for out, [padded value_dim] more.
+  // States of the chunks, [batch * heads][chunks][queries]; those of `out` have [padded value_dim] more.
   T *row_max, *row_sum, *out;
-  int64_t queries_size, out_stride;  // of the queries of a kv head
-  int64_t sums_stride;               // of whole vectors, also of pairs
+  int64_t queries_size, out_stride;  // sizes of a kv head's queries and of an output row
+  int64_t sums_stride;               // in whole vectors, also those of pairs
 
   static int64_t chunks_of(const AttentionParams& p) {
     return p.keys > 0 ? divide_up(p.keys, kDecodeChunk) : 1;
@@ -63,7 +64,7 @@ struct DecodeTask {
   int64_t state(int64_t batch, int64_t head, int64_t chunk) const {
     return ((batch * p.heads + head) * chunks + chunk) * p.queries;
   }
-  int64_t runs() const { return divide_up(chunks, item_chunks); }  // of chunks
+  int64_t runs() const { return divide_up(chunks, item_chunks); }  // runs of chunks
   int64_t items() const { return p.batch * (p.kv_heads / item_heads) * runs(); }
 
   // Rows are the queries of all heads that read the item's kv heads, head after head.
@@ -93,7 +94,7 @@ struct DecodeTask {
     }
     explicit Scratch(const DecodeTask& task) : arena(bytes(task)) {}
 
-    // For each item, as another task's rows may be fewer and its pages more.
+    // Lays the memory out for each item anew, as another task may have fewer rows and more pages.
     void lay_out(const DecodeTask& task) {
       arena.reset();
       query = arena.take<typename Products::Query>(task.item_heads * task.queries_size);
@@ -108,8 +109,8 @@ struct DecodeTask {
 
   void operator()(int64_t item, Scratch& s) const {
     s.lay_out(*this);
-    // In the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads share
-    // pages.
+    // Items follow the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads
+    // share pages.
     const int64_t parts = p.kv_heads / item_heads;
     const int64_t batch = item / (parts * runs()), in_batch = item % (parts * runs());
     const int64_t run_of_chunks = heads_inside(p) ? in_batch / parts : in_batch % runs();
@@ -135,7 +136,7 @@ struct DecodeTask {
     }
   }
 
-  // Those of an item that some query sees, which are the same for every head.
+  // The keys of an item that some query sees; they are the same for every head.
   struct Keys {
     int64_t batch, kv_head;
     int64_t begin, end;
@@ -176,7 +177,7 @@ struct DecodeTask {
     }
   }
 
-  // All rows of the group meet one block of keys.
+  // All rows of the item meet one block of keys.
   void add_block(const Keys& all, int64_t key, int64_t keys, Scratch& s, bool leave_hidden_out) const {
     const bool masked = p.mask.data != nullptr;
     if (masked) {
@@ -203,7 +204,7 @@ struct DecodeTask {
   }
 
   // Calls product(rows, head, first) for the rows of every head, with several heads a step at a time.
-  // Meanwhile those that follow are asked for, and then those of `next`.
+  // Meanwhile it prefetches the rows that follow, and then those of `next`.
   template <class Product>
   void for_each_step(const RowSpan& all, const RowSpan& next, int64_t row_bytes, Product product) const {
     if (item_heads == 1) {
@@ -342,8 +343,8 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
   for_each_item(pool, merge.items(), merge, Items::kIndependent);
 }
 
-// The elements with few queries of a batch whose elements have their own lengths: the chunks of all of them
-// as one list, so that a long sequence keeps every thread busy and a short one costs no wait.
+// Decodes the elements with few queries of a batch whose elements have their own lengths. The chunks of all
+// elements are one list, so that a long sequence keeps every thread busy and a short one costs no wait.
 template <class P>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   const auto calls = element_calls(p, outputs, 1, most_decoded(p));

@@ -1,4 +1,4 @@
-// What an item of decoding takes: how many keys, and of how many kv heads.
+// The size of a work item of decoding: how many keys, and of how many kv heads.
 #pragma once
 
 #include "../products/few_query_products.h"
@@ -6,24 +6,25 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kDecodeChunk = 1024;  // keys of an item
-// Keys from one step of the softmax to the next: many, since meanwhile nothing is asked for.
+// Keys from one step of the softmax to the next. They are many, because nothing is prefetched during a
+// softmax.
 constexpr int64_t kDecodeBlock = 512;
 
-// Memory is fastest read in its order. Where the rows of one head are scattered, an item takes several kv
-// heads, a step of keys for one head after the other, and meanwhile asks for the next step. Scattered are
+// Memory is read fastest in its order. If the rows of one head are scattered, an item takes several kv heads,
+// a step of keys for one head after the other, and meanwhile prefetches the next step. Rows are scattered in
 //  - caches whose heads lie inside, (batch, keys, heads, dim) in memory;
-//  - small pages: a step is then a page, of which all heads lie side by side, or several.
+//  - small pages: a step is then one page, in which all heads lie side by side, or several pages.
 inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.key.stride[2]; }
 
-// Keys of a step, a multiple of `unit`; 0 where heads are as fast by themselves.
+// Returns the keys of a step, a multiple of `unit`; 0 if heads are as fast one by one.
 inline int64_t head_step(const AttentionParams& p, int64_t unit) {
-  // Where heads lie inside, the longest row in bytes and the keys of a step.
+  // The longest row in bytes and the keys of a step, if heads lie inside.
   constexpr int64_t kShortRow = 512, kKeysInside = kFetchInto == 3 ? 16 : 64;
-  // Of a step: as much again is asked for, and the level-1 cache holds both. Where lines come into the
-  // level-2 cache a head by itself is faster but for steps that are shorter than a page of memory.
+  // The bytes of a step: as much again is prefetched, and the level-1 cache holds both. If lines come into
+  // the level-2 cache, a head by itself is faster, except for steps shorter than a page of memory.
   constexpr int64_t kMostBytes = kFetchInto == 3 ? 32768 : 4096;
-  constexpr int64_t kLeastKeys = 32;  // below, a step's own cost shows
-  constexpr int64_t kFewHeads = 4;    // below, a page of all heads is not much longer than that of one,
+  constexpr int64_t kLeastKeys = 32;  // with fewer, a step's own cost shows
+  constexpr int64_t kFewHeads = 4;    // with fewer, a page of all heads is not much longer than that of one,
   constexpr int64_t kLongCachePage = 32768;  // unless it has as many bytes
   const int64_t row = p.head_dim * size_of(p.dtype);
   if (heads_inside(p)) return row <= kShortRow ? kKeysInside : 0;
@@ -35,15 +36,15 @@ inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   return step <= kDecodeBlock && step * row <= kMostBytes ? step : 0;
 }
 
-// What an item takes: as much as leaves the threads enough items. Results do not depend on it.
+// The size of an item: as much as leaves the threads enough items. Results do not depend on it.
 struct DecodeItem {
-  int64_t heads;   // kv heads, a divisor of theirs
+  int64_t heads;   // kv heads; they divide all kv heads
   int64_t chunks;  // neighbours of the same heads, read without a pause
 
-  // `step` is head_step; `all_chunks` are those of all sequences, of one kv head.
+  // `step` is head_step; `all_chunks` counts those of all sequences, for one kv head.
   static DecodeItem of(const AttentionParams& p, int64_t step, int64_t all_chunks, int threads) {
-    constexpr int64_t kMostRows = 64;   // whose scores stay in the level-2 cache
-    constexpr int64_t kMostChunks = 8;  // of so many, the pause between two items hardly shows
+    constexpr int64_t kMostRows = 64;   // the scores of so many stay in the level-2 cache
+    constexpr int64_t kMostChunks = 8;  // with so many, the pause between two items hardly shows
     const int64_t least_items = 4 * threads, rows_per_head = p.heads / p.kv_heads * p.queries;
     DecodeItem item{step == 0 ? 1 : p.kv_heads, 1};
     while (item.heads > 1 && (p.kv_heads % item.heads != 0 || item.heads * rows_per_head > kMostRows ||

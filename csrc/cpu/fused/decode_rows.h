@@ -1,7 +1,7 @@
-// What decoding does with a row of scores between its two products: options, softmax, dropout. A row is one
-// query of one head against a block of keys, the keys side by side; score_block.h does the same for strips
-// with the queries side by side, by the same operations in the same order: the passes that compute a score
-// again do it there.
+// Decoding between its two products, row by row: options, softmax, dropout. A row is one query of one head
+// against a block of keys, the keys side by side. score_block.h does the same for strips with the queries
+// side by side, by the same operations in the same order, because other passes compute the same scores again
+// there.
 #pragma once
 
 #include "score_block.h"
@@ -12,7 +12,7 @@ struct DecodeRow {
   int64_t batch, head, query;
 };
 
-// The largest lane, in all lanes.
+// Returns the largest lane, in all lanes.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec largest_lane(typename Simd<T>::Vec x) {
   using S = Simd<T>;
@@ -21,7 +21,7 @@ SELFATTN_INLINE typename Simd<T>::Vec largest_lane(typename Simd<T>::Vec x) {
   return x;
 }
 
-// The sum of the lanes, in all lanes.
+// Returns the sum of the lanes, in all lanes.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec sum_of_lanes(typename Simd<T>::Vec x) {
   using S = Simd<T>;
@@ -37,8 +37,8 @@ SELFATTN_INLINE T first_lane(typename Simd<T>::Vec x) {
   return lanes[0];
 }
 
-// bias = the mask of keys key .. key + keys - 1 as numbers to add, -inf where hidden and, up to a whole
-// vector, past the last key. Returns whether any key is visible.
+// Loads the mask of keys key .. key + keys - 1 as numbers to add: -inf for hidden keys and, up to a whole
+// vector, for those past the last key. Returns whether any key is visible.
 template <class T>
 bool load_mask_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int64_t keys, T* bias) {
   using S = Simd<T>;
@@ -65,8 +65,8 @@ bool load_mask_row(const AttentionParams& p, const DecodeRow& row, int64_t key, 
   return S::any(S::less(hidden, seen));
 }
 
-// The row's dot products with a block of keys become its final scores, -inf where hidden and past the last
-// key, up to a whole vector. `bias` is the row's mask, nullptr where there is none.
+// Turns the row's dot products with a block of keys into its final scores, -inf where hidden and, up to a
+// whole vector, past the last key. `bias` is the row's mask, nullptr if there is none.
 template <class T>
 void finish_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int64_t keys, const T* bias,
                 T* s) {
@@ -107,7 +107,7 @@ void finish_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int
   }
 }
 
-// Scores become unnormalised weights in place; moves the row's maximum and sum on and gives the factor for
+// Turns scores into unnormalised weights in place, updates the row's maximum and sum, and sets the factor for
 // what has been summed up before.
 template <class T>
 SELFATTN_INLINE void softmax_row(int64_t keys, T* s, T* row_max, T* row_sum, T* rescale) {
@@ -117,7 +117,7 @@ SELFATTN_INLINE void softmax_row(int64_t keys, T* s, T* row_max, T* row_sum, T* 
   auto most = old_max;
   for (int64_t j = 0; j < keys; j += S::kWidth) most = S::max(S::load(s + j), most);
   most = largest_lane<T>(most);
-  // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
+  // If nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
   const auto shift = S::select(S::equal(most, nothing), S::set(T(0)), most);
   auto sum = S::set(T(0));
   for (int64_t j = 0; j < keys; j += S::kWidth) {
@@ -131,7 +131,7 @@ SELFATTN_INLINE void softmax_row(int64_t keys, T* s, T* row_max, T* row_sum, T* 
   *rescale = first_lane<T>(factor);
 }
 
-// visible[key] = 0 where the score is -inf, 1 elsewhere; see multiply_visible.
+// Sets visible[key] to 0 where the score is -inf, and to 1 elsewhere; see multiply_visible.
 template <class T>
 void mark_visible_row(int64_t keys, const T* s, T* visible) {
   using S = Simd<T>;

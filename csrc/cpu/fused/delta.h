@@ -5,7 +5,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// delta[lane] = <out + residual, grad_out>, summed like dP in the product dP = dO * V^T: where a row sees a
+// delta[lane] = <out + residual, grad_out>, summed like dP in the product dP = dO * V^T: if a row sees a
 // single key, O is that key's value, both sums round alike, and dP - delta is exactly 0.
 template <class P>
 struct Delta {

@@ -1,4 +1,4 @@
-// Dropout of a block of weights: the random numbers of core/philox.h, a vector of them at a time.
+// Dropout of a block of weights, by vectors of the random numbers of core/philox.h.
 #pragma once
 
 #include "query_strip.h"
@@ -24,7 +24,7 @@ class DropoutFactors {
       key0[round] = k0;
       key1[round] = k1;
     }
-    // A threshold of 2^32 drops everything, which the factor of 0 that belongs to it does as well.
+    // A threshold of 2^32 drops everything, and does not fit; its factor of 0 drops everything as well.
     const uint64_t exact = dropout_threshold(dropout.probability);
     threshold = exact > 0xffffffffu ? 0xffffffffu : static_cast<uint32_t>(exact);
   }
@@ -36,7 +36,7 @@ class DropoutFactors {
   static uint32_t high(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
   static uint32_t low(uint64_t x) { return static_cast<uint32_t>(x); }
 
-  // The rounds from kFrom on, for counters of which the first two words are the same in all lanes.
+  // Computes the rounds from kFrom on, for counters whose first two words are the same in all lanes.
   template <int kFrom>
   SELFATTN_INLINE void finish(uint32_t same0, uint32_t same1, Words c2, Words c3,
                               typename S::Vec (&factor)[4]) const {
@@ -63,8 +63,8 @@ class DropoutFactors {
   }
 };
 
-// For a strip: keys down the rows, queries across the lanes. Only the query differs between lanes, so that
-// the first two rounds need a single product of vectors, and that one serves all keys.
+// Dropout of a strip, with keys down the rows and queries across the lanes. Only the query differs between
+// lanes, so that the first two rounds need a single product of vectors, which serves all keys.
 template <class P>
 class StripDropout : DropoutFactors<Scalar<P>> {
   using T = Scalar<P>;
@@ -86,7 +86,7 @@ class StripDropout : DropoutFactors<Scalar<P>> {
     }
   }
 
-  // Factors of keys key .. key + 3 for the lanes of vector v; key is a multiple of 4.
+  // Sets the factors of keys key .. key + 3 for the lanes of vector v; key is a multiple of 4.
   SELFATTN_INLINE void factors(int64_t key, int64_t v, typename S::Vec (&factor)[4]) const {
     const uint64_t p0 =
         static_cast<uint64_t>(kPhiloxMultiplier0) * (origin.key_group + static_cast<uint32_t>(key >> 2));
@@ -100,8 +100,8 @@ class StripDropout : DropoutFactors<Scalar<P>> {
  private:
   DropoutOrigin origin;
   uint32_t batch;
-  uint64_t head_product;              // of the first round
-  Words query_product[S::kTileVecs];  // of the second
+  uint64_t head_product;              // the product of the first round
+  Words query_product[S::kTileVecs];  // those of the second round
 };
 
 // Multiplies blocks of weights, one or more, by 0 or `keep`. `key` is a multiple of 4.
@@ -122,7 +122,7 @@ void apply_dropout(const Dropout& dropout, const QueryStrip<P>& strip, int64_t k
   }
 }
 
-// For one query: keys across the lanes.
+// Dropout of one query, with keys across the lanes.
 template <class T>
 class RowDropout : DropoutFactors<T> {
   using S = Simd<T>;
@@ -137,7 +137,7 @@ class RowDropout : DropoutFactors<T> {
     head_product = static_cast<uint64_t>(kPhiloxMultiplier1) * (origin.head + static_cast<uint32_t>(head));
   }
 
-  // Factors of keys key .. key + 4 * kWidth - 1, in order; key is a multiple of 4.
+  // Sets the factors of keys key .. key + 4 * kWidth - 1, in order; key is a multiple of 4.
   SELFATTN_INLINE void factors(int64_t key, typename S::Vec (&factor)[4]) const {
     const auto groups = S::words_from(origin.key_group + static_cast<uint32_t>(key >> 2));
     const auto product = S::multiply_words(groups, kPhiloxMultiplier0);

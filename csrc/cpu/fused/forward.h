@@ -1,4 +1,4 @@
-// Attention forward for many queries: items are groups of neighbouring strips of one head.
+// The forward pass for many queries: its items are groups of neighbouring strips of one head.
 #pragma once
 
 #include "decode.h"
@@ -16,9 +16,9 @@ struct ForwardTask {
   int64_t strips_per_item;
   int64_t queries_per_item;
   int64_t items_per_head;
-  bool ends_with_blocks;  // strips end where blocks of the function's map do: they see fewer keys then
+  bool ends_with_blocks;  // strips end where blocks of the function's map end, and so see fewer keys
 
-  // All strips that the call has.
+  // Returns the number of all strips of the call.
   static int64_t strips(const AttentionParams& p) {
     return p.batch * p.heads * divide_up(p.queries, kLanes<P>);
   }
@@ -35,15 +35,15 @@ struct ForwardTask {
     items_per_head = divide_up(p.queries, queries_per_item);
   }
 
-  // Of the strip that begins with query `first`, in an item that ends with `end` - 1.
+  // Returns the queries of the strip that begins with query `first`, in an item that ends with `end` - 1.
   int64_t queries_of_strip(int64_t first, int64_t end) const {
     const int64_t size = p.function.map.query_size;
     return strip_queries<P>(first, ends_with_blocks ? smaller(end, (first / size + 1) * size) : end);
   }
 
-  // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
-  // where the tensors do not hold T. As many as leave the threads enough items and fit the level-2 cache;
-  // which strips share an item changes nothing in their results.
+  // Returns the strips of an item. They share the blocks of keys and values that they pull through the cache,
+  // and their conversion if the tensors do not hold T. There are as many as leave the threads enough items
+  // and fit the level-2 cache; results do not depend on which strips share an item.
   int64_t strips_for(int64_t strips, int threads) const {
     const int64_t cached = smaller(kStripCache<P> / ForwardStrip<P>::bytes(p), kMostStrips<P>);
     return larger(smaller(cached, strips / (4 * threads)), 2);
@@ -65,8 +65,8 @@ struct ForwardTask {
   };
 
   void operator()(int64_t item, Scratch& scratch) const {
-    // Later queries see more keys under a causal mask: the longest items go first. Heads go as they lie in
-    // memory, where the processor fetches ahead.
+    // Later queries see more keys under a causal mask, so the longest items go first. Heads go in the order
+    // of memory, in which the processor fetches ahead.
     const int64_t all_heads = p.batch * p.heads;
     const int64_t head_index = item % all_heads, group = items_per_head - 1 - item / all_heads;
     const int64_t begin = group * queries_per_item;
@@ -83,7 +83,7 @@ struct ForwardTask {
       for (int64_t i = 0; i < strips; ++i) finite = finite && scratch.strips[i].finite(p);
       if (!finite) run(strips, scratch, true);
     } else {
-      // Whether a row is mended must not depend on the values that other strips of the item have met.
+      // The choice to mend a row must not depend on the values that other strips of the item have met.
       finite = finite && !p.batch_invariant;
     }
     for (int64_t i = 0; i < strips; ++i) {
@@ -120,7 +120,7 @@ struct ForwardTask {
   }
 };
 
-// Each element as if it had come alone, those with few queries by decoding.
+// Computes each element as if it were alone, those with few queries by decoding.
 template <class P>
 void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   if constexpr (kDirect<P>) decode_sequences<P>(p, outputs, pool);

@@ -1,5 +1,5 @@
-// The forward's inner step: one strip of queries meets one block of keys. Online softmax (Milakov and
-// Gimelshein 2018) on tiles (Dao et al. 2022), transposed as query_strip.h says.
+// The forward's inner step: one strip of queries meets one block of keys. It is the online softmax (Milakov
+// and Gimelshein 2018) on tiles (Dao et al. 2022), transposed as query_strip.h says.
 #pragma once
 
 #include "../products/key_rows.h"
@@ -15,9 +15,8 @@ struct ForwardStrip : QueryStrip<P> {
   T* out_t;    // [value_dim][kLanes] unnormalised O^T
   T* row_max;  // [kLanes]
   T* row_sum;  // [kLanes]
-  // [kLanes] The same sum over the weights as they meet the values, where they are rounded for that: what
-  // divides the output. With the other sum, the rounding errors would not cancel in what all values have in
-  // common.
+  // [kLanes] The sum of the weights as they meet the values, if they are rounded for that. It divides the
+  // output: with row_sum, the rounding errors would not cancel in the part that all values have in common.
   T* used_sum;
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
 
@@ -58,7 +57,7 @@ struct ForwardStrip : QueryStrip<P> {
     }
   }
 
-  // 1 / what the output has still to be divided by. NaN stays NaN, which rounding by integers may lose.
+  // Sets the factors that turn the sums into the output. NaN stays NaN, which rounding by integers may lose.
   void inverse_sums(const AttentionParams& p, T* inverse) const {
     const bool rounded = this->query.rounds();
     const T* sums = rounded ? used_sum : row_sum;
@@ -69,8 +68,8 @@ struct ForwardStrip : QueryStrip<P> {
     }
   }
 
-  // A sum that vanished from below is -0, and 0 once it has met a key that is hidden from it but not from its
-  // neighbours.
+  // A sum that underflowed from below is -0, but 0 if it has met a key that is hidden from its query and not
+  // from its neighbours. This makes both 0.
   void drop_signs_of_zeros(const AttentionParams& p) const {
     using S = Simd<T>;
     for (int64_t e = 0; e < p.value_dim; ++e) {
@@ -87,18 +86,18 @@ struct ForwardStrip : QueryStrip<P> {
   }
 };
 
-// What the weights of a block may sum up to in a row before the row's maximum follows the scores, where
-// changing it means a pass over the output: weights up to e^12 are cheaper, and as exact.
+// The most that a block's weights may add up to in a row before the row's maximum follows the scores, if that
+// means a pass over the output. Larger weights, up to e^12, are cheaper and as exact.
 constexpr float kMostBlockSum = 64 * 2980.958f;
 
-// The largest of a block's scores in each of a vector of queries.
+// Returns the largest of a block's scores, for each query of a vector.
 template <class P>
 SELFATTN_INLINE typename Simd<Scalar<P>>::Vec most_of_lanes(int64_t keys, const Scalar<P>* column) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
-  // Four maxima: one chain would wait for its own latency.
+  // There are four maxima, as a single chain would wait for its own latency.
   typename S::Vec most[4] = {nothing, nothing, nothing, nothing};
   int64_t j = 0;
   for (; j + 4 <= keys; j += 4) {
@@ -109,13 +108,13 @@ SELFATTN_INLINE typename Simd<Scalar<P>>::Vec most_of_lanes(int64_t keys, const 
   return S::max(S::max(most[0], most[1]), S::max(most[2], most[3]));
 }
 
-// What a block adds to a vector of queries: the sum of its weights, and of those as rounded.
+// The sums that a block adds to a vector of queries: that of its weights, and that of the rounded weights.
 template <class P>
 struct LaneSums {
   typename Simd<Scalar<P>>::Vec all, used;
 };
 
-// exp(s * scale - shift) of a vector of queries to `weights`.
+// Writes exp(s * scale - shift) of a vector of queries to `weights`.
 template <class P, Weigh kWeigh, bool kPaired>
 SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, int64_t lane,
                                         typename Simd<Scalar<P>>::Vec scale,
@@ -149,16 +148,16 @@ SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, i
   return {S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3])), S::add(used[0], used[1])};
 }
 
-// Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the
-// running maximum and sum on. The weights go to `weights`; `s` may be its block. kPaired: see WeightOperand.
-// Returns whether sums in place have to be rescaled.
+// Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and updates the
+// running maximum and sum. The weights go to `weights`; `s` may be its block. With kPaired they go there as
+// pairs, see WeightOperand. Returns whether sums in place have to be rescaled.
 template <class P, Weigh kWeigh, bool kPaired>
 bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
                    const WeightOperand<P>& weights) {
   using T = Scalar<P>;
   using S = Simd<T>;
-  // Sums in place seldom follow the scores, and then need no maximum of a block: its sum tells. But `s` must
-  // still be there if they do.
+  // Sums in place need the maximum of a block only if its sum is large, which is rare. `s` must still be
+  // there then.
   constexpr bool kSumTells = WeightOperand<P>::template kSumsInPlace<kWeigh>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
   const auto scale = S::set(factor);
@@ -187,7 +186,7 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     } else {
       new_max = S::max(new_max, old_max);
     }
-    // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
+    // If nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
     const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired>(keys, column, lane, scale, shift, weights);
     const auto rescale = exp_nonpositive<T>(S::sub(old_max, shift));
@@ -201,9 +200,8 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
   return S::any(moved);
 }
 
-// Scores to the weights that meet the values: softmax and dropout. `keep_block` asks for weights.block too,
-// where a product could do with their paired form alone.
-// Returns what softmax_block does.
+// Turns scores into the weights that meet the values: softmax and dropout. `keep_block` asks for
+// weights.block too, even if pairs alone would do for the product. Returns what softmax_block returns.
 template <class P>
 bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
@@ -224,7 +222,7 @@ bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t
     });
   }
   if (p.dropout.enabled) {
-    // Rounded weights stay what they are; the output is scaled instead, see inverse_sums.
+    // Rounded weights stay as they are; the output is scaled instead, see inverse_sums.
     const Scalar<P> keep = weights.rounds() ? Scalar<P>(1) : keep_scale<Scalar<P>>(p.dropout);
     apply_dropout<P>(p.dropout, strip, key, keys, keep, weights.block);
   }
@@ -232,7 +230,7 @@ bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t
   return moved;
 }
 
-// visible[j][lane] = 0 where the score is -inf, 1 elsewhere; see multiply_visible.
+// Sets visible[j][lane] to 0 where the score is -inf, and to 1 elsewhere; see multiply_visible.
 template <class P>
 void mark_visible(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P>* visible) {
   using T = Scalar<P>;
@@ -246,7 +244,7 @@ void mark_visible(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* s, 
   }
 }
 
-// What a worker of the forward needs besides its strips.
+// The memory of a worker of the forward, without its strips.
 template <class P>
 struct ForwardScratch {
   using T = Scalar<P>;
@@ -277,7 +275,7 @@ struct ForwardScratch {
   }
 };
 
-// One strip meets the block of keys that is rows `from` and on of what the scratch holds.
+// One strip meets a block of keys, which begins at row `from` of the operands in the scratch.
 template <class P>
 void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key, int64_t keys, int64_t from,
                    ForwardScratch<P>& scratch, bool leave_hidden_out) {
@@ -299,8 +297,8 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
   multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, out, visible);
 }
 
-// Of the `loaded` keys that a scratch holds from key `first` on, those that a strip meets: whole blocks but
-// for the last one.
+// Returns the keys that a strip meets among the `loaded` keys that a scratch holds from key `first` on: whole
+// blocks, except the last one.
 template <class P>
 KeyRange loaded_keys_of(const ForwardStrip<P>& strip, int64_t first, int64_t loaded) {
   return {larger(strip.keys.begin / kKeyBlock * kKeyBlock, first), smaller(strip.keys.end, first + loaded)};
@@ -315,7 +313,7 @@ void forward_blocks(const AttentionParams& p, ForwardStrip<P>& strip, KeyRange k
   }
 }
 
-// Strips meet the `loaded` keys that the scratch holds from key `first` on. pairs/pipeline.h has another.
+// Strips meet the `loaded` keys that the scratch holds from key `first` on. pairs/pipeline.h specialises it.
 template <class P>
 void forward_loaded(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t first,
                     int64_t loaded, ForwardScratch<P>& scratch, bool leave_hidden_out) {
@@ -325,9 +323,9 @@ void forward_loaded(const AttentionParams& p, ForwardStrip<P>* strips, int64_t c
   }
 }
 
-// Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all
-// of them, some at a time; then each strip walks over those, so that its output stays in the cache. Where a
-// strip's keys are parted depends on their positions alone, not on the other strips.
+// Strips of one (batch, kv head) meet keys begin .. end - 1. Keys and values are brought in once for all
+// strips, some at a time; then each strip walks over those, so that its output stays in the cache. The places
+// where a strip's keys are divided depend on their positions alone, not on the other strips.
 template <class P>
 void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t begin,
                   int64_t end, ForwardScratch<P>& scratch, bool leave_hidden_out) {

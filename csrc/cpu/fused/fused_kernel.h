@@ -1,4 +1,4 @@
-// The entry points of one instruction set, by accumulation type. Included last in a kernels_*.cpp.
+// The entry points of one instruction set, by accumulation type. A kernels_*.cpp includes this last.
 #pragma once
 
 #include "backward.h"

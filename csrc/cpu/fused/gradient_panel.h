@@ -1,13 +1,13 @@
-// Neighbouring strips of one head, which meet a block of keys one after the other, so that what they add to
-// dK and dV is one product; the way around for an arithmetic that has a faster one for many blocks; and the
-// rows of a panel to come.
+// A panel of the backward: neighbouring strips of one head. They meet a block of keys one after the other, so
+// that what they add to dK and dV is one product. Also here are the blocks that wait for a faster product of
+// many, and the rows of the next panel.
 #pragma once
 
 #include "gradient_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// What a panel and a chunk of keys are to the products of the backward.
+// The operands and sums of the backward's products, for a panel and a chunk of keys.
 template <class P>
 struct GradientPanel {
   using T = Scalar<P>;
@@ -16,18 +16,18 @@ struct GradientPanel {
   const VectorOperand<P>*query_rows, *grad_out_rows;
   const RowOperand<P>*key_rows, *value_rows;
   const ColumnOperand<P>* key_columns;
-  int64_t first_key;         // of the chunk
+  int64_t first_key;         // the chunk's first
   T* const* grad_query_t;    // of each strip [head_dim][kLanes]
   T *grad_key, *grad_value;  // of the chunk
   int64_t head_stride, value_stride;
 };
 
-// The whole block of keys from row `from` of the operands on, with the strips first .. end - 1.
+// A whole block of keys, from row `from` of the operands on, with the strips first .. end - 1.
 struct PanelBlock {
   int64_t from, first, end;
 };
 
-// Blocks in ascending order, which wait for the others that are computed together with them.
+// Blocks in ascending order, which wait to be computed together.
 struct PanelBlocks {
   static constexpr int64_t kMost = 8;
   PanelBlock blocks[kMost];
@@ -47,18 +47,20 @@ struct PanelBlocks {
   }
 };
 
-// Whether add_blocks takes the blocks of a call that need paired weights and dS alone, see PairedPlace.
+// Tells whether add_blocks takes the blocks of a call that need weights and dS only as pairs, see
+// PairedPlace.
 template <class P>
 bool adds_blocks(const AttentionParams&) {
   return false;
 }
 
-// Adds to dQ^T, dK and dV what grad_score_block and the products with its weights and dS add, to the bit.
+// Adds to dQ^T, dK and dV, to the bit, what grad_score_block and the products with its weights and dS would
+// add.
 template <class P>
 void add_blocks(const AttentionParams&, const GradientPanel<P>&, const PanelBlocks&, GradientScratch<P>&) {}
 
-// The rows that another panel begins with. They are asked for while this one is computed, some in each of a
-// number of steps: packing would wait for memory otherwise.
+// The rows that the next panel begins with. They are prefetched while this one is computed, some in each of a
+// number of steps: otherwise loading pieces would wait for memory.
 class ComingRows {
  public:
   ComingRows() = default;
@@ -78,7 +80,7 @@ class ComingRows {
 
  private:
   RowSource sources_[3] = {};
-  int64_t left_ = 0, share_ = 0;  // rows of each that are left, and how many belong to a step
+  int64_t left_ = 0, share_ = 0;  // rows that are left of each source, and those of a step
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,4 +1,4 @@
-// From the backward's sums to the gradients: scaled, and rounded once.
+// Turns the backward's sums into gradients: scaled, and rounded once.
 #pragma once
 
 #include "../products/arena.h"
@@ -7,7 +7,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Rows first .. first + rows - 1 of a gradient.
+// Stores rows first .. first + rows - 1 of a gradient.
 template <class T>
 void store_sums(const View& view, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
                 int64_t columns, const Rows<T>& sums, T factor) {
@@ -21,8 +21,8 @@ void store_sums(const View& view, DType dtype, int64_t batch, int64_t head, int6
   }
 }
 
-// dQ of a strip, which gathers from one chunk of keys after another: in the gradient itself if that holds T,
-// in the workspace otherwise. The only chunk needs neither.
+// The sums of dQ of a strip, gathered from one chunk of keys after another: in the gradient itself if that
+// holds T, in the workspace otherwise. An only chunk needs neither.
 template <class P>
 struct QuerySums {
   using T = Scalar<P>;
@@ -40,7 +40,7 @@ struct QuerySums {
     for (int64_t lane = 0; lane < kLanes<P>; ++lane) scale[lane] = static_cast<T>(p.scale);
   }
 
-  // What a chunk adds, [head_dim][kLanes], for queries first .. first + count - 1.
+  // Adds a chunk's contribution, [head_dim][kLanes], for queries first .. first + count - 1.
   void publish(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head,
                int64_t first, int64_t count, bool first_chunk, bool last_chunk, const T* grad_query_t) const {
     const View& g = a.grad_query;

@@ -1,6 +1,6 @@
-// What every pass of the backward shares: a strip of queries with its incoming gradient, and the block of
-// d(score) that follows from it. With P = softmax weights, dP = dO V^T (+ the gradient of returned weights),
-// and delta = rowsum(P * dP) = rowsum(dO * O), the gradient of the scores is dS = P * (dP - delta).
+// A strip of queries with its incoming gradient, and the block of dS that follows from it. Every pass of the
+// backward shares them. With P the softmax weights, dP = dO V^T (+ the gradient of returned weights), and
+// delta = rowsum(P * dP) = rowsum(dO * O), the gradient of the scores is dS = P * (dP - delta).
 #pragma once
 
 #include "delta.h"
@@ -32,9 +32,9 @@ struct GradientStrip : QueryStrip<P> {
     inverse_sum = arena.take<T>(kLanes<P>);
   }
 
-  // The lanes (1, or 0) whose dS may hold numbers without pieces, nullptr if there are none: dS is as small
-  // or as large as dO and the values are. Looking at dS itself would make a row depend on keys hidden from
-  // it.
+  // Returns the lanes (1, or 0) whose dS may hold numbers that have no pieces, nullptr if there are none. dS
+  // is as small or as large as dO and the values, which decide: looking at dS itself would make a row depend
+  // on keys hidden from it.
   const float* gradients_in_float() const { return delta_sum.any_special ? delta_sum.is_special : nullptr; }
 
   int64_t row(const AttentionParams& p) const { return p.row(this->batch, this->head, this->first); }
@@ -62,7 +62,7 @@ struct GradientStrip : QueryStrip<P> {
   }
 };
 
-// Scratch of one block of the backward.
+// The scratch of one block of the backward.
 template <class P>
 struct GradientScratch {
   using T = Scalar<P>;
@@ -83,8 +83,9 @@ struct GradientScratch {
   }
 };
 
-// Scores of a vector of queries to normalised weights, from what the forward left. The maximum meets its
-// score as it does there, to the bit: a rounding error of scores of 1e8 is an exponent that no float has.
+// Turns scores of a vector of queries into normalised weights, by the forward's statistics. The maximum is
+// subtracted as in the forward, to the bit: the rounding error of a score of 1e8 would be an exponent beyond
+// the range of floats.
 template <class T, Weigh kWeigh>
 class Normaliser {
   using S = Simd<T>;
@@ -101,7 +102,7 @@ class Normaliser {
   Vec scale_, shift_, inverse_;
 };
 
-// Normalised weights of a block in place of its scores, which `factor` has still to be multiplied into. Where
+// Puts normalised weights of a block in place of its scores, which are still to be multiplied by `factor`. If
 // a row's sum is NaN, its hidden keys get weights of 0 * NaN, unless kHiddenIsZero asks for 0.
 template <class P, Weigh kWeigh, bool kHiddenIsZero>
 void normalise_scores(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* row_max,
@@ -143,7 +144,7 @@ SELFATTN_INLINE typename Simd<T>::Vec score_gradient(typename Simd<T>::Vec weigh
   return S::select(S::equal(weight, zero), zero, S::mul(weight, S::sub(grad, delta)));
 }
 
-// From dS with respect to capped scores to dS of those before the cap: times 1 - tanh^2.
+// Turns dS of capped scores into dS of the scores before the cap: times 1 - tanh^2.
 template <class P>
 void apply_softcap_gradient(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* capped,
                             Scalar<P>* grad) {
@@ -155,7 +156,7 @@ void apply_softcap_gradient(const QueryStrip<P>& strip, int64_t keys, const Scal
       const int64_t at = j * kLanes<P> + lane;
       const auto t = S::load(capped + at);
       const auto g = S::load(grad + at);
-      // Where the gradient is 0 the key may be hidden and t NaN.
+      // If the gradient is 0, the key may be hidden and t NaN.
       S::store(grad + at, S::select(S::equal(g, zero), zero, S::mul(g, S::sub(one, S::mul(t, t)))));
     }
   }
@@ -176,8 +177,8 @@ void add_slope_rows(const AttentionParams& p, const QueryStrip<P>& strip, int64_
   }
 }
 
-// dS of the lanes past the last query, which may see keys that no query does: nothing of theirs belongs into
-// a sum over lanes.
+// Clears dS of the lanes past the last query: they may see keys that no query sees, and must not count in a
+// sum over lanes.
 template <class P>
 void clear_past_last(const QueryStrip<P>& strip, int64_t keys, Scalar<P>* grad) {
   using T = Scalar<P>;
@@ -187,8 +188,8 @@ void clear_past_last(const QueryStrip<P>& strip, int64_t keys, Scalar<P>* grad) 
   }
 }
 
-// dS of a vector of queries, summed over the keys of a block. In four sums: the rounding errors of a sum grow
-// with its terms, and those of a row cancel.
+// Returns dS of a vector of queries, summed over the keys of a block. There are four sums, because rounding
+// errors grow with a sum's terms, and the terms of a row cancel.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec sum_over_keys(const T* grad, int64_t keys, int64_t stride) {
   using S = Simd<T>;
@@ -201,31 +202,31 @@ SELFATTN_INLINE typename Simd<T>::Vec sum_over_keys(const T* grad, int64_t keys,
   return S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
 }
 
-// Where the paired blocks of a strip go, for a block that is not needed in T: the place of its first query
-// among those of its panel, and how many rows of keys are to be there.
+// The place of a strip's paired blocks, for a block that is not needed in T: the index of its first query
+// among those of its panel, and the rows of keys that it is to have.
 struct PairedPlace {
   int64_t first_query, rows;
 };
 
-// What may come between scores and paired weights: options that the scores hold already. Dropout and the
-// softcap's gradient need weights and dS as numbers of their own.
+// The options with which weights may become pairs at once, because the scores hold them already. Dropout and
+// the softcap's gradient need weights and dS as numbers.
 constexpr OptionSet kPairedOptions = {Option::kMask,   Option::kAlibiSlopes, Option::kSinks,
                                       Option::kWindow, Option::kQueryOffset, Option::kBatchInvariant};
 
-// Scores and dP in the scratch's blocks to paired weights and dS.
+// Turns scores and dP in the scratch's blocks into weights and dS as pairs.
 template <class P>
 void pair_gradients(const AttentionParams& p, const GradientStrip<P>& strip, int64_t keys, Scalar<P> factor,
                     const PairedPlace& place, GradientScratch<P>& scratch);
 
-// Keys first .. first + count - 1, which are rows `from` and on of the operands.
+// Keys first .. first + count - 1, which are the operands' rows from `from` on.
 template <class P>
 struct GradientBlock {
   int64_t first, count, from;
   const RowOperand<P>*keys, *values;
 };
 
-// Fills scratch.weights and scratch.grad for a block; false when all of it is hidden. With a place, in
-// paired form alone: that is for calls within kPairedOptions, of ordinary strips.
+// Fills scratch.weights and scratch.grad for a block; returns false if all of it is hidden. With a place it
+// fills them as pairs alone, which is for calls within kPairedOptions and ordinary strips.
 template <class P>
 bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, GradientStrip<P>& strip,
                       const GradientBlock<P>& block, GradientScratch<P>& scratch, bool need_visible,

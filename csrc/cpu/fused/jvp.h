@@ -1,4 +1,4 @@
-// Forward mode: out and lse with their tangents, in one pass of the online softmax. With e the weights before
+// The pass of forward mode: out and lse with their tangents, in one online softmax. With e the weights before
 // they are normalised, T the tangents of the scores and m = sum(e T) / sum(e):
 //
 //     tangent_out = (sum(e T v) + sum(e tv)) / sum(e) - m out,    tangent_lse = m
@@ -9,7 +9,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Strips of an item, which share the blocks of keys and values that they bring into the cache.
+// The most strips of an item. They share the blocks of keys and values that they bring into the cache.
 constexpr int64_t kMostJvpStrips = 8;
 
 template <class P>
@@ -91,7 +91,7 @@ struct JvpTask {
   };
 
   void operator()(int64_t item, Scratch& s) const {
-    // Later queries see more keys under a causal mask: the longest items go first.
+    // Later queries see more keys under a causal mask, so the longest items go first.
     const int64_t all_heads = p.batch * p.heads;
     const int64_t head_index = item % all_heads, group = items_per_head - 1 - item / all_heads;
     const int64_t begin = group * strips_per_item * kLanes<T>;
@@ -160,7 +160,7 @@ struct JvpTask {
     if (moves) add(s.keys.value_tangents, s.weights, strip.tangent_t, Update::kAdd);
   }
 
-  // T to e (T - origin), and their sums; 0 where the weight is, whose tangent may be NaN.
+  // Turns T into e (T - origin) and adds them up. It is 0 where the weight is 0, whose tangent may be NaN.
   static void weigh_tangents(const JvpStrip<P>& strip, int64_t keys, const T* weights, T* tangents) {
     using S = Simd<T>;
     const auto zero = S::set(T(0));
@@ -209,7 +209,7 @@ struct JvpTask {
     for (int64_t lane = 0; lane < strip.vecs * S::kWidth; ++lane) {
       const T origin = strip.origin[lane] == strip.origin[lane] ? strip.origin[lane] : T(0);
       T sum = strip.tangent_sum[lane];
-      // exp of the library, as that of vectors takes small weights for 0.
+      // This is the library's exp, because the vectors' exp makes small weights 0.
       if (has_sink && strip.row_max[lane] != -std::numeric_limits<T>::infinity()) {
         const T weight = std::exp(sink - strip.row_max[lane]);
         if (weight != T(0)) sum += weight * (of_sink - origin);

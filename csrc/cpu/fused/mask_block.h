@@ -1,5 +1,4 @@
-// Who sees whom within one block: a mask tensor's block, transposed, and the limits of causal and sliding
-// windows.
+// Visibility within a block of scores: the mask's block, transposed, and the limits of windows.
 #pragma once
 
 #include "../products/tensor_rows.h"
@@ -7,7 +6,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Buffers that one strip after another can use: they hold one block.
+// Buffers for one block, which one strip after another can use.
 template <class P>
 struct BlockScratch {
   using T = Scalar<P>;
@@ -16,7 +15,7 @@ struct BlockScratch {
   T* first_key;  // [kLanes] first and one past the last key of the block that the lane's query may see, by
                  // position
   T* end_key;    // [kLanes]
-  // Kept for the backward, nullptr in the forward.
+  // These two are kept for the backward, and nullptr in the forward.
   T* capped;  // [kKeyBlock][kLanes] tanh of the softcap
   T* given;   // [kKeyBlock][kLanes] what the call's function is given; nullptr if its gradient needs none
 
@@ -59,7 +58,7 @@ void load_bool_transposed(Scalar<P>* mask, const uint8_t* source, int64_t row_st
   }
 }
 
-// One element of a mask as the number to add: of a boolean mask 0 or -inf.
+// Returns one element of a mask as the number to add, which is 0 or -inf for a boolean mask.
 template <class T>
 SELFATTN_INLINE T mask_bias(const void* mask, DType dtype, int64_t index) {
   const T x = load_element<T>(mask, dtype, index);
@@ -67,7 +66,8 @@ SELFATTN_INLINE T mask_bias(const void* mask, DType dtype, int64_t index) {
   return x != T(0) ? T(0) : -std::numeric_limits<T>::infinity();
 }
 
-// The mask of a block, transposed, as numbers to add; -inf hides. Returns whether any position is visible.
+// Loads the mask of a block, transposed, as numbers to add; -inf hides. Returns whether any position is
+// visible.
 template <class P>
 bool load_mask_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                      Scalar<P>* mask) {
@@ -99,8 +99,8 @@ bool load_mask_block(const AttentionParams& p, const QueryStrip<P>& strip, int64
       }
     }
   }
-  // Rows of a mask are far apart in memory, which hardware does not foresee: ask for the next block's, for
-  // the products of this one to hide the way to memory.
+  // Rows of a mask are far apart in memory, which hardware does not foresee. Prefetching the next block's
+  // lets the products of this one hide the latency of memory.
   if (row_stride != 0 && key_stride == 1 && key + keys < strip.keys.end) {
     const int64_t size = size_of(p.mask.dtype);
     prefetch_block(element(source, p.mask.dtype, keys), row_stride * size, strip.count, keys * size);
@@ -124,14 +124,14 @@ bool load_mask_block(const AttentionParams& p, const QueryStrip<P>& strip, int64
   return S::any(visible);
 }
 
-// Fills first_key/end_key for the block. Returns whether some lane's window does not cover it.
+// Fills first_key and end_key for the block. Returns whether some lane's window does not cover it.
 template <class P>
 bool window_of_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                      const BlockScratch<P>& scratch) {
   using T = Scalar<P>;
   const KeyRange low = visible_keys(p, strip.first, strip.first);
   const KeyRange high = visible_keys(p, strip.first + strip.count - 1, strip.first + strip.count - 1);
-  // Windows move with the query: the last query's begins latest and the first query's ends earliest.
+  // Windows move with the query: the last query's begins last and the first query's ends first.
   if (high.begin <= key && low.end >= key + keys) return false;
   for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; ++lane) {
     const KeyRange range = visible_keys(p, strip.first + lane, strip.first + lane);

@@ -1,16 +1,16 @@
-// The gradient of a float mask in a type that sums are not kept in: dS summed over the dimensions along which
-// the mask was broadcast, and rounded once. A pass of its own that computes dS again: tasks own parts of the
-// result and gather everything that falls on them, so there are neither races nor a full-size temporary, and
-// the order of each sum is fixed. Other masks get theirs on the way: mask_sum.h.
+// The gradient of a float mask whose type is not that of the sums, in a separate pass. It is dS summed over
+// the dimensions along which the mask was broadcast, and rounded once. The pass computes dS again: tasks own
+// parts of the result and gather everything that falls on them, so there are neither races nor a full-size
+// temporary, and the order of each sum is fixed. Other masks get their gradients in the backward: mask_sum.h.
 #pragma once
 
 #include "gradient_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-constexpr int64_t kMaskGradientKeys = 4 * kKeyBlock;  // keys of one task; amortises the packing of its strips
+constexpr int64_t kMaskGradientKeys = 4 * kKeyBlock;  // keys of a task, to amortise loading its strips
 
-// dS of a strip and a block of keys. Other gradients of scores have the same members.
+// Computes dS of a strip and a block of keys. Other gradients of scores have the same members.
 template <class P>
 struct ScoreGradient {
   using Arguments = BackwardArguments;
@@ -84,7 +84,7 @@ struct MaskGradientTask {
     }
   };
 
-  // Indices first, first + 1, ... end - 1 of a dimension that fall on one part of the result.
+  // Indices first .. end - 1 of a dimension, which fall on one part of the result.
   struct Span {
     int64_t first, end;
   };
@@ -114,7 +114,7 @@ struct MaskGradientTask {
     store(s, batch_span.first, head_span.first, queries, keys);
   }
 
-  // What falls on the part of one element of the batch, which may be shorter than others.
+  // Adds the contribution of one element of the batch, which may be shorter than others.
   static void add_batch(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch, Span heads,
                         Span queries, Span keys) {
     queries.end = smaller(queries.end, p.queries);
@@ -160,7 +160,7 @@ struct MaskGradientTask {
     const auto at = [&](int64_t query, int64_t j) {
       return g.offset(batch, head, query) + key_at + j * g.stride[3];
     };
-    // Elements with more queries have been another kernel's, which has stored their sum.
+    // Another kernel has computed the elements with more queries, and stored their sum.
     const bool adds = elements != nullptr && p.sequences.most_queries != kAnyQueries;
     for (int64_t j = 0; adds && j < rows; ++j) {
       for (int64_t query = queries.first; query < (kept(2) ? queries.end : 1); ++query) {
@@ -194,7 +194,7 @@ void mask_gradient(const AttentionParams& p, const typename Source::Arguments& a
   for_each_item(pool, task.items(), task);
 }
 
-// The same for a batch whose elements have their own lengths, of which `calls` are.
+// Does the same for a batch whose elements have their own lengths; `calls` are those of its elements.
 template <class P, class Source = ScoreGradient<P>>
 void mask_gradient(const AttentionParams& p, const typename Source::Arguments& a,
                    const std::vector<ElementCall<typename Source::Arguments>>& calls,

@@ -1,33 +1,33 @@
-// The gradient of a float mask, gathered by the tasks of the backward as they come by dS: dS summed over the
+// The gradient of a float mask, gathered by the backward's tasks as they compute dS. It is dS summed over the
 // dimensions along which the mask was broadcast. Tasks that share elements of the mask add to them in
 // ascending order, each waiting for the one before: as with dQ, the order of every sum depends on the shape
-// alone, and whoever is waited for is running or done. Along the queries and keys that a task owns anyway,
-// sums stay in its scratch.
+// alone, and a task that another waits for is running or done. Along the queries and keys that a task owns
+// anyway, sums stay in its scratch.
 //
-// Packed sequences that share a mask do the same, one task behind the other. They come with the most queries
-// first, so that whoever added to a chunk of keys last has had all queries that the next one has: one counter
-// of one item is all there is to wait for.
+// Packed sequences that share a mask do the same, one task after the other. Those with the most queries come
+// first, so that the last sequence that added to a chunk of keys has had all queries that the next one has:
+// each item waits for one counter of one item.
 #pragma once
 
 #include "gradient_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Items of the backward are numbered [chunk][batch][kv head] and walk over the strips of queries, in each
-// over the heads of their group. A step is one head of one strip.
+// Items of the backward are numbered [chunk][batch][kv head]. An item walks over the strips of queries and,
+// for each, over the heads of its group. A step is one head of one strip.
 template <class P>
 class MaskSum {
   using T = Scalar<P>;
   using S = Simd<T>;
 
  public:
-  // Sums must be in the tensor's own type; others are left to the pass of mask_gradient.h.
+  // The sums must be of the tensor's own type; other gradients are left to the pass of mask_gradient.h.
   static bool takes(const BackwardArguments& a) {
     return a.grad_mask.data != nullptr && a.grad_mask.dtype == dtype_of<T>();
   }
 
-  // How far the items of a call are. A value counts blocks of all steps so far; without rows in the mask it
-  // is 1 when the item is done.
+  // The progress of a call's items. A value counts the blocks of all steps so far; if the mask has no rows,
+  // it is 1 when the item is done.
   struct Progress {
     int64_t queries, chunks, batch, kv_heads;
     std::unique_ptr<std::atomic<int64_t>[]> items;
@@ -36,10 +36,10 @@ class MaskSum {
       return &items[(chunk * batch + batch_index) * kv_heads + kv_head];
     }
   };
-  // Calls of one batch element each that share their mask: for each chunk of keys, who came last.
+  // For calls of one batch element each that share their mask: the last call so far, for each chunk of keys.
   using Chain = std::vector<const Progress*>;
 
-  // With a chain the call becomes its last one.
+  // If there is a chain, the call becomes its last one.
   MaskSum(const AttentionParams& params, const BackwardArguments& arguments, int64_t chunk, int64_t chunks,
           Chain* chain)
       : p(params),
@@ -47,8 +47,8 @@ class MaskSum {
         active(takes(arguments)),
         group(params.heads / params.kv_heads),
         blocks(divide_up(chunk, kKeyBlock)),
-        // The one query or key of a sequence is summed as if there were others, as it is in a packed batch.
-        // Not where sequences share the mask: there all of them must agree on what they wait for.
+        // An only query or key is summed as if there were others, as in a packed batch. This does not hold if
+        // sequences share the mask, because all of them must agree on what they wait for.
         has_rows(g.stride[2] != 0 || (chain == nullptr && params.queries == 1)),
         has_columns(g.stride[3] != 0 || (chain == nullptr && params.keys == 1)) {
     if (!active) return;
@@ -66,17 +66,18 @@ class MaskSum {
   struct Scratch {
     std::atomic<int64_t>* item;
     const std::atomic<int64_t>* before;  // the item that adds to the same elements first; nullable
-    // Strips of that item until one that this one waits for, and the queries of all of them. They may be
-    // others than its own at the end of its queries.
+    // The queries of that item, and the strips counted so far with the query that ends them. Its strips may
+    // differ from this item's at the end of its queries.
     int64_t queries_before, strips_before, end_before;
     int64_t batch, first_head, begin, keys;
-    // What is summed up before it meets the tensor. Where the mask has rows but no columns [kLanes], of one
-    // step; where it has columns but no rows [group or 1][keys], of the item.
+    // Sums that are added to the tensor at the end: [kLanes], of one step, if the mask has rows but no
+    // columns; [group or 1][keys], of the item, if it has columns but no rows.
     T* sums;
-    // Where it has neither [group or 1], of the item: blocks are of any size, and all rows together may be 0.
+    // The item's sums if the mask has neither, [group or 1]. They are double, because blocks are of any size
+    // and all rows together may add up to 0.
     double* totals;
 
-    // Room for every kind of sums: sequences of a batch differ in theirs.
+    // There is room for every kind of sums, as sequences of a batch differ in theirs.
     static int64_t most_sums(const MaskSum& m, int64_t chunk_rows) {
       return m.active ? std::max<int64_t>(kLanes<P>, m.group * chunk_rows) : 0;
     }
@@ -117,14 +118,14 @@ class MaskSum {
     memset(s.totals, 0, static_cast<size_t>(rows()) * sizeof(double));
   }
 
-  // Asks for the elements that add_block is going to add to: the products until then hide the way to memory.
+  // Prefetches the elements that add_block will add to: the products until then hide the latency of memory.
   void prefetch(const Scratch& s, const QueryStrip<P>& strip, int64_t from, int64_t keys) const {
     if (!active || !kept(2) || !kept(3)) return;
     const T* corner = data(s, strip.head) + strip.first * g.stride[2] + s.begin + from;
     prefetch_block(corner, g.stride[2] * sizeof(T), strip.count, keys * sizeof(T));
   }
 
-  // dS of the keys begin + from .. begin + from + keys - 1 of a step.
+  // Adds dS of the keys begin + from .. begin + from + keys - 1 of a step.
   void add_block(Scratch& s, const QueryStrip<P>& strip, int64_t step, int64_t from, int64_t keys,
                  T* grad) const {
     if (!active) return;
@@ -150,7 +151,7 @@ class MaskSum {
       }
       return;
     }
-    // A vector per key, turned, is a vector of keys per lane.
+    // Transposing turns a vector per key into a vector of keys per lane.
     T* sums = s.sums + row_of(s, strip.head) * s.keys + from;
     for (int64_t column = 0; column < keys; column += S::kWidth) {
       const int64_t n = smaller(keys - column, S::kWidth);
@@ -167,8 +168,8 @@ class MaskSum {
     }
   }
 
-  // To be called for every step, whether it has seen a block or not: a later item takes this one's word that
-  // all before it are done.
+  // Must be called for every step, whether it has seen a block or not: a later item relies on this one's
+  // count for all items before it.
   void end_step(Scratch& s, int64_t head, int64_t first, int64_t count, int64_t step) const {
     if (!active || !kept(2)) return;
     wait(s, first + count, step, blocks);
@@ -197,22 +198,23 @@ class MaskSum {
   const bool active;
   const int64_t group, blocks;  // heads of a kv head, blocks of keys in a chunk
   const bool has_rows, has_columns;
-  std::unique_ptr<Progress> progress;  // in its place while calls are moved, as others look at it
+  std::unique_ptr<Progress> progress;  // stays in its place while calls are moved, as others look at it
   Chain earlier;                       // [chunks], or empty
 
-  // Whether the mask has this dimension. A size of 1 may be called broadcast.
+  // Tells whether the mask has this dimension; one of size 1 may count as broadcast.
   bool kept(int dimension) const {
     return dimension == 2 ? has_rows : (dimension == 3 ? has_columns : g.stride[dimension] != 0);
   }
-  // Rows of an item that is summed over its queries, and which of them is a head's.
+  // The rows of sums of an item that sums over its queries, and the row of a head.
   int64_t rows() const { return kept(1) ? group : 1; }
   int64_t row_of(const Scratch& s, int64_t head) const { return kept(1) ? head - s.first_head : 0; }
   T* data(const Scratch& s, int64_t head) const {
     return static_cast<T*>(g.data) + s.batch * g.stride[0] + head * g.stride[1];
   }
 
-  // Until the item before is past `done` blocks of the step with the queries before `end`. Heads that share
-  // the mask take turns strip by strip: all heads of its group come before the first of this one.
+  // Waits until the item before is past `done` blocks of the step that holds the queries before `end`. Heads
+  // that share the mask take turns strip by strip: all heads of that item's group come before the first of
+  // this one's.
   void wait(Scratch& s, int64_t end, int64_t step, int64_t done) const {
     if (s.before == nullptr) return;
     int64_t target = done;

@@ -1,5 +1,5 @@
-// masked_softmax: scale, mask and softmax of given scores in one pass over each row, and its gradient. Rows
-// lie along the lanes here: there is nothing to multiply, so nothing to transpose for.
+// The pass of masked_softmax: scale, mask and softmax of given scores, and its gradient. Rows lie along the
+// lanes here: there is nothing to multiply, and so nothing to transpose.
 #pragma once
 
 #include "../products/elementary.h"
@@ -40,7 +40,7 @@ struct SoftmaxTask {
     }
   }
 
-  // scale * score, masked, -inf where hidden and beyond the last key.
+  // Loads scale * score, masked, -inf where hidden and past the last key.
   void load_scores(int64_t batch, int64_t head, int64_t query, T* row) const {
     using S = Simd<T>;
     const T hidden = -std::numeric_limits<T>::infinity();
@@ -94,7 +94,7 @@ struct SoftmaxTask {
     }
   }
 
-  // scale * P * (g - rowsum(P * g)); a weight of 0 has gradient 0 whatever g holds there.
+  // Computes scale * P * (g - rowsum(P * g)); a weight of 0 has gradient 0 whatever g holds there.
   void gradient_row(int64_t batch, int64_t head, int64_t query, T* row) const {
     using S = Simd<T>;
     const auto zero = S::set(T(0));

@@ -1,8 +1,8 @@
-// Outputs whose sums overflowed. The forward adds up weights times values and divides by the sum of the
-// weights at the end: of values near the largest number such a sum overflows where the formula, which divides
-// the weights first, has a mean of them. Elements that are not finite are therefore computed once more, here,
-// in the formula's order. What the formula has as NaN or infinity comes out so again, and no finite element
-// changes a bit.
+// Mends outputs whose sums overflowed. The forward adds up weights times values and divides by the sum of the
+// weights at the end. For values near the largest number such a sum overflows, while the formula, which
+// divides the weights first, has a mean of them. Elements that are not finite are therefore computed once
+// more, here, in the formula's order. An element that is NaN or infinite in the formula stays so, and no
+// finite element changes a bit.
 #pragma once
 
 #include "forward_strip.h"
@@ -10,8 +10,8 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// A strip's queries against all keys, from the statistics that the forward has stored: [value_dim][kLanes]
-// sums of normalised weights times values.
+// Computes a strip's queries against all keys from the forward's statistics: [value_dim][kLanes] sums of
+// normalised weights times values.
 template <class T>
 void sum_normalised(const AttentionParams& p, const ForwardOutputs& outputs, ForwardStrip<T>& strip,
                     ForwardScratch<T>& scratch) {
@@ -40,8 +40,8 @@ void sum_normalised(const AttentionParams& p, const ForwardOutputs& outputs, For
   }
 }
 
-// Replaces what is not finite of the outputs of queries first .. first + count - 1, at most kLanes, whose
-// statistics are stored. Rare, so that it brings its own memory.
+// Replaces the elements that are not finite in the outputs of queries first .. first + count - 1, at most
+// kLanes, whose statistics are stored. It is rare, so it allocates its own memory.
 template <class T>
 void mend_overflow(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch, int64_t head,
                    int64_t first, int64_t count) {

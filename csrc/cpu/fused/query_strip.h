@@ -1,7 +1,7 @@
-// A strip is a few vectors of neighbouring queries of one (batch, head), one query per lane. Everything about
-// a strip is kept transposed: a block of scores is S^T, keys down the rows and queries across the lanes.
-// Maximum, sum and masks of a row of the softmax are then plain vertical vector operations, and keys and
-// values are used as they lie in memory.
+// A strip: a few vectors of neighbouring queries of one (batch, head), one query per lane. Everything about a
+// strip is kept transposed: a block of scores is S^T, keys down the rows and queries across the lanes.
+// Maximum, sum and masks of a row of the softmax are then vertical vector operations, and keys and values are
+// used as they lie in memory.
 #pragma once
 
 #include "../products/elementary.h"
@@ -11,8 +11,8 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Whether a strip's queries are multiplied by the scale; if not, the scores are. Pieces of bfloat16 are
-// multiplied by powers of two alone, which do not round them.
+// Tells whether a strip's queries are multiplied by the scale; if not, the scores are. Pieces are multiplied
+// by powers of two alone, which do not round them.
 template <class P>
 bool queries_take_scale(double scale) {
   if constexpr (kDirect<P>) {
@@ -31,8 +31,8 @@ struct QueryStrip {
   int64_t vecs;          // vectors in use
   KeyRange keys;         // all keys that some query of the strip may see by position and map
   bool few_queries;      // so few that lanes run over the head dim, see products/few_query_rows.h
-  LaneOperand<P> query;  // of few queries [count][padded head_dim] scale * Q
-  T rest_of_scale;       // what of the scale is not part of query
+  LaneOperand<P> query;  // scale * Q; for few queries [count][padded head_dim]
+  T rest_of_scale;       // the part of the scale that is not in query
 
   static int64_t bytes(const AttentionParams& p) { return LaneOperand<P>::bytes(p, p.head_dim); }
   void allocate(const AttentionParams& p, Arena& arena) { query.allocate(p, p.head_dim, arena); }
@@ -65,7 +65,7 @@ struct QueryStrip {
   }
 };
 
-// How many queries the strip that starts at `first` takes. Depends on the number of queries only.
+// Returns how many queries the strip that starts at `first` takes. It depends on the number of queries only.
 template <class P>
 int64_t strip_queries(int64_t first, int64_t queries) {
   using T = Scalar<P>;

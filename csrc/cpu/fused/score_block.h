@@ -1,4 +1,4 @@
-// A block of final scores.
+// A block of final scores: dot products, softcap, ALiBi, mask, windows and score function.
 #pragma once
 
 #include "../products/elementary.h"
@@ -16,8 +16,8 @@ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
   return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
 }
 
-// How far a vector of neighbouring queries, of which lane 0 stands `first` keys behind a key, is from it. Far
-// distances are rounded once each, so that a query has its own whatever the strip begins with.
+// Returns the distances of neighbouring queries from a key, if lane 0 stands `first` keys after it. Each far
+// distance is rounded once, so that it does not depend on the strip's first query.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec distances(int64_t first, typename Simd<T>::Vec lanes) {
   using S = Simd<T>;
@@ -28,9 +28,9 @@ SELFATTN_INLINE typename Simd<T>::Vec distances(int64_t first, typename Simd<T>:
   return S::abs(S::load(far));
 }
 
-// s[j][lane] = scale * <query, row from + j of keys>, leading dimension kLanes; the scale is left out where
-// it is not part of Q^T. Every pass gets its scores here, in one order of summation: the backward's exp(s -
-// row_max) is exact where it matters only if s is the forward's to the last bit.
+// Computes s[j][lane] = scale * <query, row from + j of keys>, leading dimension kLanes; the scale is left
+// out if it is not part of Q^T. Every pass gets its scores here, in one order of summation: the backward's
+// exp(s - row_max) is exact where it matters only if s is the forward's to the last bit.
 template <class P>
 void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, int64_t count, int64_t head_dim,
                Scalar<P>* s) {
@@ -43,20 +43,20 @@ void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, in
   multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);
 }
 
-// Whether scores are more than products times the scale, apart from windows: by options other than functions,
-// by all.
+// These tell whether scores are more than products times the scale, apart from windows: by options other than
+// functions, and by any option.
 inline bool has_other_options(const AttentionParams& p) {
   return p.mask.data != nullptr || p.softcap > 0.0 || p.alibi_slopes.data != nullptr;
 }
 inline bool alters_scores(const AttentionParams& p) { return has_other_options(p) || p.function.any(); }
 
-// The same of the keys key .. key + keys - 1 of a strip, of which the function may leave them as they are.
+// Tells the same of keys key .. key + keys - 1 of a strip, whose scores the function may leave as they are.
 template <class P>
 bool alters_scores_of(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
   return has_other_options(p) || (p.function.any() && alters_block(p.function, strip, key, keys));
 }
 
-// What is done to scores in one go, in this order.
+// The steps that scores take in one loop, in this order.
 struct ScoreSteps {
   bool scaled, capped, sloped, masked, windowed;
 };
@@ -105,9 +105,9 @@ void take_score_steps(const AttentionParams& p, const ScoreSteps& steps, const Q
   }
 }
 
-// What dot_block made of keys key .. key + keys - 1, final up to the softmax, -inf where hidden; a mask's
-// block is in scratch.mask. Returns what the scores must still be multiplied by: the softmax of pairs does
-// that while it has them in hand.
+// Finishes what dot_block computed for keys key .. key + keys - 1: the scores become final up to the softmax,
+// -inf where hidden. A mask's block is in scratch.mask. Returns the factor that is still missing: the softmax
+// of pairs applies it on its way.
 template <class P>
 Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                         const BlockScratch<P>& scratch, Scalar<P>* s) {
@@ -133,7 +133,7 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
   return T(1);
 }
 
-// Whether map and mask leave anything of a block to be seen. Loads the mask's.
+// Tells whether map and mask show anything of a block. Loads the mask's block.
 template <class P>
 bool shows_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P>* mask) {
@@ -141,9 +141,9 @@ bool shows_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t k
   return p.mask.data == nullptr || load_mask_block(p, strip, key, keys, mask);
 }
 
-// Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows: s[j][lane], leading
-// dimension kLanes. Returns false, with s untouched, when the map of blocks or the mask hides all of them.
-// `factor`: see finish_scores.
+// Computes the scores of keys key .. key + keys - 1, which are the rows of key_rows from `from` on:
+// s[j][lane], leading dimension kLanes. Returns false, with s untouched, if the map of blocks or the mask
+// hides all of them. `factor` gets what finish_scores returns.
 template <class P>
 bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
                  const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,
@@ -154,7 +154,7 @@ bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, in
   return true;
 }
 
-// Calls body with the Weighing for scores that `factor` is still to be multiplied into.
+// Calls body with the Weighing for scores that are still to be multiplied by `factor`.
 template <class P, class Body>
 void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body) {
   if constexpr (kDirect<P>) {

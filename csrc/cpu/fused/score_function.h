@@ -1,14 +1,14 @@
-// The function of a call on a block of scores, and its gradients: core/score_function.h. What it does depends
-// on the map of blocks, whose blocks are of any size: a block of scores is taken in parts that each lie in
-// blocks of one kind.
+// Applies a score function (core/score_function.h) to a block of scores, and its gradients. Its effect
+// depends on the map of blocks, whose blocks are of any size: so a block of scores is divided into parts that
+// each lie in blocks of one kind.
 #pragma once
 
 #include "mask_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Calls visit(seen, tile, at) for the parts of a block of scores, which cover it; `at` is the number of the
-// part's first score in it. Ends, and returns true, as soon as a visit returns true.
+// Calls visit(seen, tile, at) for the parts that cover a block of scores; `at` is the index of the part's
+// first score in the block. Ends, and returns true, as soon as a visit returns true.
 template <class P, class Visit>
 bool for_each_part(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                    const Visit& visit) {
@@ -37,14 +37,14 @@ bool for_each_part(const ScoreFunction& function, const QueryStrip<P>& strip, in
   return false;
 }
 
-// Whether the map leaves anything of a block to be seen.
+// Tells whether the map shows anything of a block.
 template <class P>
 bool map_shows_block(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
   return for_each_part(function, strip, key, keys,
                        [](Seen seen, const ScoreTile&, int64_t) { return seen != Seen::kNone; });
 }
 
-// Whether the function changes a score of a block, or may hide one.
+// Tells whether the function changes a score of a block, or may hide one.
 template <class P>
 bool alters_block(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
   const ScoreFunctionTable* table = function.table;
@@ -54,8 +54,8 @@ bool alters_block(const ScoreFunction& function, const QueryStrip<P>& strip, int
   });
 }
 
-// Scores s[j][lane] before the function to those behind it. Lanes past the last query keep theirs. Returns
-// whether any has become the NaN of beside_bits.
+// Applies the function to scores s[j][lane]. Lanes past the last query keep theirs. Returns whether any score
+// has become the NaN of beside_bits.
 template <class P>
 bool apply_function(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                     Scalar<P>* s) {
@@ -79,7 +79,7 @@ bool apply_function(const ScoreFunction& function, const QueryStrip<P>& strip, i
   return beside != 0;
 }
 
-// Of final scores, sets FunctionInputs::out_of_range where that NaN is left: where nothing has hidden it.
+// Sets FunctionInputs::out_of_range if that NaN is left among final scores, where nothing has hidden it.
 template <class P>
 void note_beside(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t keys,
                  const Scalar<P>* s) {
@@ -93,8 +93,8 @@ void note_beside(const ScoreFunction& function, const QueryStrip<P>& strip, int6
   }
 }
 
-// From dS with respect to what apply_function made of `scores` to that with respect to `scores`, in place. dS
-// of hidden scores is 0 and stays so.
+// Turns dS with respect to what apply_function made of `scores` into dS with respect to `scores`, in place.
+// dS of hidden scores is 0 and stays so.
 template <class P>
 void apply_function_gradient(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key,
                              int64_t keys, const Scalar<P>* scores, Scalar<P>* grad) {
@@ -107,7 +107,7 @@ void apply_function_gradient(const ScoreFunction& function, const QueryStrip<P>&
   });
 }
 
-// Adds what a block adds to the gradients of captured tensors: ScoreFunctionTable::add_captured.
+// Adds a block's contribution to the gradients of captured tensors: ScoreFunctionTable::add_captured.
 template <class P>
 void add_captured_gradients(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key,
                             int64_t keys, const Scalar<P>* scores, const Scalar<P>* grad,

@@ -1,4 +1,4 @@
-// attention_scores, the scaled dot product alone, and its gradients.
+// The pass of attention_scores, the scaled dot product alone, and its gradients.
 #pragma once
 
 #include "score_block.h"
@@ -54,7 +54,7 @@ struct ScoresTask {
 template <class T, bool kKeyGradient>
 struct ScoresGradientTask {
   const ScoresParams& p;
-  int64_t heads, rows, depth;  // of the result
+  int64_t heads, rows, depth;  // the result's heads and rows, and the terms of its sums
   int64_t blocks_per_head;
 
   explicit ScoresGradientTask(const ScoresParams& params)

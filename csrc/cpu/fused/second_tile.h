@@ -1,6 +1,6 @@
-// Second derivatives of a strip: the gradients of F = <dO, tangent_out> + <dlse, tangent_lse> (Note [Second
-// derivatives] in core/tangents.h). Per row, with the sink among the keys where there is one (it has no
-// value):
+// The tiles of second derivatives, of a strip and a block of keys. They hold what the gradients of F = <dO,
+// tangent_out> + <dlse, tangent_lse> are made of (Note [Second derivatives] in core/tangents.h). Per row,
+// with the sink among the keys if there is one (it has no value):
 //
 //     m = sum(P T)                          tangent_lse
 //     dS = P (dP - delta)                   delta = rowsum(dO * O) - dlse, as in the backward
@@ -8,8 +8,8 @@
 //     c = sum(P A)
 //     dS2 = P (A - c)                       the gradient of the final scores
 //
-// m and c are known when all keys have been met once. What the products made of a block is kept until then, a
-// tile for each, so that nothing is multiplied twice: 5 products for the tiles and 7 with them.
+// m and c are known when all keys have been met once. Until then a tile keeps each block's products, so that
+// nothing is multiplied twice: 5 products make the tiles and 7 use them.
 #pragma once
 
 #include "gradient_strip.h"
@@ -17,14 +17,14 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// A block of keys as it meets a strip, [kKeyBlock][kLanes] each.
+// The numbers of a block of keys and a strip, [kKeyBlock][kLanes] each.
 template <class T>
 struct SecondTile {
   T* weights;    // P, negative where dropout drops it;   then P after dropout
   T* tangents;   // T - origin;                           then P (T - m) after dropout
   T* gradients;  // dP - delta;                           then dS of scores before the softcap
   T* values;     // U;                                    then dS2, likewise
-  // With a softcap alone, else nullptr.
+  // These two are nullptr if there is no softcap.
   T* capped;  // its tanh
   T* of_cap;  // the part of T that comes through it
 
@@ -83,8 +83,8 @@ struct SecondScratch {
   SecondScratch(const AttentionParams& p, Arena& arena) : block(p, arena, true) {}
 };
 
-// Makes a tile of the first `keys` keys of a block: P, T, dP and U, after dropout. false if all of it is
-// hidden. `visible` is nullable, see multiply_visible.
+// Makes a tile of the first `keys` keys of a block: P, T, dP and U, after dropout. Returns false if all of it
+// is hidden. `visible` is nullable, see multiply_visible.
 template <class P>
 bool fill_tile(const TangentCall& call, SecondStrip<P>& strip, const TangentKeys<P>& block, int64_t keys,
                SecondScratch<P>& scratch, const SecondTile<Scalar<P>>& tile, Scalar<P>* visible) {
@@ -127,8 +127,8 @@ bool fill_tile(const TangentCall& call, SecondStrip<P>& strip, const TangentKeys
   return true;
 }
 
-// Takes a tile's numbers from the row's origin and delta, and adds to the row's sums. What a row does not
-// see, which may be NaN, becomes 0.
+// Subtracts the row's origin and delta from a tile's numbers, and adds to the row's sums. Numbers of keys
+// that a row does not see may be NaN, and become 0.
 template <class P>
 void centre_tile(const SecondStrip<P>& strip, int64_t keys, const SecondTile<Scalar<P>>& tile) {
   using T = Scalar<P>;
@@ -139,7 +139,7 @@ void centre_tile(const SecondStrip<P>& strip, int64_t keys, const SecondTile<Sca
         tangent_origin<T>(keys, tile.weights + lane, tile.tangents + lane, S::load(strip.origin + lane));
     S::store(strip.origin + lane, origin);
     const auto delta = S::load(strip.delta + lane);
-    // Of two halves each: their errors grow with the terms.
+    // Each sum has two halves, because rounding errors grow with the number of terms.
     typename S::Vec pt[2] = {zero, zero}, pgt[2] = {zero, zero}, pg[2] = {zero, zero}, pu[2] = {zero, zero};
     const auto centre = [&](int64_t j, int half) {
       const int64_t at = j * kLanes<T> + lane;
@@ -173,8 +173,8 @@ void centre_tile(const SecondStrip<P>& strip, int64_t keys, const SecondTile<Sca
   }
 }
 
-// m and c of a strip that has met all keys. Where the results are given (nullable), tangent_lse and the
-// gradient of the sink.
+// Computes m and c of a strip that has met all keys, and also tangent_lse and the gradient of the sink unless
+// they are null.
 template <class P>
 void finish_rows(const TangentCall& call, const SecondStrip<P>& strip, Scalar<P>* tangent_lse,
                  Scalar<P>* grad_sinks) {
@@ -186,7 +186,7 @@ void finish_rows(const TangentCall& call, const SecondStrip<P>& strip, Scalar<P>
       call.t.sinks.data != nullptr ? head_scalar<T>(call.t.sinks, strip.batch, strip.head) : T(0);
   for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; ++lane) {
     if (strip.origin[lane] != strip.origin[lane]) strip.origin[lane] = T(0);
-    // exp of the library, as that of vectors takes small weights for 0.
+    // This is the library's exp, because the vectors' exp makes small weights 0.
     T weight = T(0);
     if (has_sink && lane < strip.count) {
       weight = std::exp(sink - strip.row_max[lane]) * strip.inverse_sum[lane];
@@ -205,7 +205,7 @@ void finish_rows(const TangentCall& call, const SecondStrip<P>& strip, Scalar<P>
   }
 }
 
-// A centred tile to what the products take; before the softcap's factors, if there is one.
+// Turns a centred tile into the operands of the products, before the factors of a softcap.
 template <class P>
 void weigh_tile(const AttentionParams& p, const SecondStrip<P>& strip, int64_t keys,
                 const SecondTile<Scalar<P>>& tile) {
@@ -230,7 +230,7 @@ void weigh_tile(const AttentionParams& p, const SecondStrip<P>& strip, int64_t k
   }
 }
 
-// From gradients of final scores to those before the softcap: dS times 1 - t^2, and dS2 with what the
+// Turns gradients of final scores into those before the softcap: dS times 1 - t^2, and dS2 with what the
 // curvature of the tanh adds.
 template <class P>
 void apply_second_softcap(const AttentionParams& p, const SecondStrip<P>& strip, int64_t keys,
@@ -244,7 +244,7 @@ void apply_second_softcap(const AttentionParams& p, const SecondStrip<P>& strip,
       const int64_t at = j * kLanes<T> + lane;
       const auto t = S::load(tile.capped + at), slope = S::sub(one, S::mul(t, t));
       const auto first = S::load(tile.gradients + at), second = S::load(tile.values + at);
-      // Where both are 0 the key may be hidden and the rest NaN.
+      // If both are 0, the key may be hidden and the rest NaN.
       const auto bend = S::mul(S::mul(curvature, t), S::mul(S::load(tile.of_cap + at), first));
       const auto bent = S::select(S::equal(first, zero), zero, bend);
       S::store(tile.values + at,

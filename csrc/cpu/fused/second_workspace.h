@@ -1,17 +1,17 @@
-// What second derivatives (backward_backward.h) keep beside their results.
+// The workspace of second derivatives (backward_backward.h).
 #pragma once
 
 #include "../products/operands.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Gradients of keys and values, in rows of whole vectors, and two numbers for each query, all in T.
+// It holds gradients of keys and values, in rows of whole vectors, and two numbers for each query, all in T.
 template <class P>
 struct SecondWorkspace {
   using T = Scalar<P>;
 
   int64_t key_stride, value_stride;
-  int64_t rows;  // of a kv head: tiles add to 16 at a time, of which those past the last key are scratch
+  int64_t rows;  // of a kv head; tiles add to 16 at a time, and rows past the last key are scratch
   int64_t keys_size, values_size, rows_size;
   T *grad_key, *grad_value, *mean, *correction;
 

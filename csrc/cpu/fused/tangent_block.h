@@ -1,11 +1,11 @@
-// The tangents of a block of scores: what forward mode and second derivatives are made of.
+// The tangents of a block of scores, for forward mode and second derivatives.
 //
 // Note [Tangents in float]
 //     Weights, tangents of scores and gradients of either are as exact as T = Scalar<P> is, on instruction
-//     sets that multiply bfloat16 pieces too. What becomes of a tangent is its distance from the row's mean,
-//     and of numbers rounded to one or two pieces that distance would be the rounding. Inputs of bfloat16 are
-//     one piece without any rounding, so products of two of them may be pairs; and a float is three pieces,
-//     which tiles multiply with inputs faster than vectors multiply it. That is P = ExactPairs
+//     sets that multiply bfloat16 pieces too. A tangent counts by its distance from the row's mean, and for
+//     numbers rounded to one or two pieces that distance would be mostly rounding error. Inputs of bfloat16
+//     are one piece without any rounding, so products of two of them may be pairs; and a float is three
+//     pieces, which tiles multiply with inputs faster than vectors multiply it. That is P = ExactPairs
 //     (pairs/exact_pairs.h). Inputs of other types would be several pieces, too.
 #pragma once
 
@@ -26,11 +26,11 @@ struct TangentCall {
   }
 };
 
-// What the rows of a block take part in: products with queries or gradients of the output, products with
-// weights, or both.
+// The products in which the rows of a block take part: with queries or gradients of the output, with weights,
+// or both.
 enum class Meets { kLanes, kWeights, kBoth };
 
-// Rows in both of these roles, which plain arithmetic has in one place.
+// Rows in both of these roles, which direct products keep in one place.
 template <class P>
 struct TangentRows {
   RowOperand<P> with_lanes;
@@ -87,7 +87,7 @@ struct TangentKeys {
     load_one(value_tangents, call.t.value, p.value_dim, of_values);
   }
 
-  // Of rows that meet weights.
+  // Tells whether all rows that meet weights are finite.
   bool finite(const TangentCall& call) const {
     const auto finite_one = [&](const TangentRows<P>& rows, const View& view, int64_t columns) {
       return view.data == nullptr || rows.with_weights.finite(count, columns);
@@ -98,11 +98,11 @@ struct TangentKeys {
   }
 };
 
-// The lanes that the tangents of a strip's scores take.
+// The lane operands of the tangents of a strip's scores.
 template <class P>
 struct TangentLanes {
   LaneOperand<P> tangent;  // scale * tangent of Q; the scale as far as it is in the strip's query
-  LaneOperand<P> query;    // scale * Q, of few queries: their strips have it in another form
+  LaneOperand<P> query;    // scale * Q for few queries, whose strips have it in another form
 
   static int64_t bytes(const AttentionParams& p) { return 2 * LaneOperand<P>::bytes(p, p.head_dim); }
   void allocate(const AttentionParams& p, Arena& arena) {
@@ -120,9 +120,9 @@ struct TangentLanes {
   }
 };
 
-// Tangents of final scores, result[j][lane], for a block whose scores have been made: scratch has what the
-// softcap made of them. `of_cap`, where given, gets the part that comes through the softcap. What belongs to
-// hidden scores may be anything.
+// Computes the tangents of final scores, result[j][lane], for a block whose scores have been computed:
+// scratch holds their tanh of the softcap. `of_cap`, if given, gets the part that comes through the softcap.
+// Tangents of hidden scores may be anything.
 template <class P>
 void tangent_block(const TangentCall& call, QueryStrip<P>& strip, TangentLanes<P>& lanes,
                    const TangentKeys<P>& block, const BlockScratch<P>& scratch, Scalar<P>* result,
@@ -166,9 +166,9 @@ void tangent_block(const TangentCall& call, QueryStrip<P>& strip, TangentLanes<P
   }
 }
 
-// Sums of tangents lose what is common to all of a row's scores. Each row therefore counts its tangents from
-// a number of its own, their mean over the first block that it sees: NaN until then. Sets those of a vector
-// of queries that a block with these weights and tangents shows something to.
+// Returns the origins of a vector of queries after a block with these weights and tangents. The part that all
+// tangents of a row have in common only costs digits of their sums. Each row therefore counts its tangents
+// from an origin, their mean over the first block that it sees; it is NaN until then.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec tangent_origin(int64_t keys, const T* weights, const T* tangents,
                                                      typename Simd<T>::Vec origin) {
@@ -183,7 +183,7 @@ SELFATTN_INLINE typename Simd<T>::Vec tangent_origin(int64_t keys, const T* weig
     sum = S::add(sum, S::select(S::equal(weight, zero), zero, term));
     of_weights = S::add(of_weights, weight);
   }
-  // 0 / 0 leaves it unknown.
+  // 0 / 0 leaves the origin unknown.
   return S::select(S::equal(origin, origin), origin, S::div(sum, of_weights));
 }
 

@@ -1,6 +1,5 @@
-// The softmax weights themselves, from the statistics that the forward left: weights[q][k] = exp(s - row_max)
-// / row_sum, after dropout. The only pass that writes O(queries * keys) memory, because its result is that
-// large.
+// The pass that writes the softmax weights, from the forward's statistics. weights[q][k] = exp(s - row_max) /
+// row_sum, after dropout. It writes O(queries * keys) memory, because its result is that large.
 #pragma once
 
 #include "../products/key_rows.h"

@@ -1,4 +1,4 @@
-// One score and what becomes of it, as the formula reads: for query i and key j of one batch b and head h,
+// The formula of one score and its weight. For query i and key j of one batch element b and head h:
 //
 //   s = scale · Σ_e q_ie k_je          dot product
 //   s = softcap · tanh(s / softcap)    when softcap > 0
@@ -8,8 +8,8 @@
 //   W_ij = P_ij · keep_ij              dropout
 //
 // T is the accumulation type of the other kernels; sums are in float64 for all dtypes, since each of them is
-// one long chain here. Everything is computed anew for each (i, j): no tile, no reuse, nothing to get wrong.
-// A key that the query may not see is never read.
+// one long chain here. Everything is computed anew for each (i, j), without tiles or reuse, so that there is
+// little to get wrong. A key that the query may not see is never read.
 #pragma once
 
 #include <cmath>
@@ -34,7 +34,7 @@ void store(const View& view, int64_t b, int64_t h, int64_t row, int64_t column, 
   store_element<T>(view.data, view.dtype, view.offset(b, h, row) + column * view.stride[3], value);
 }
 
-// The same of the keys or values of a call, which may lie in pages.
+// Reads an element of the keys or values of a call, which may lie in pages.
 template <class T>
 T load_key(const AttentionParams& p, const View& view, int64_t b, int64_t kv_head, int64_t j,
            int64_t column) {
@@ -42,7 +42,7 @@ T load_key(const AttentionParams& p, const View& view, int64_t b, int64_t kv_hea
                          offset_of_key(view, p.pages, b, kv_head, j) + column * view.stride[3]);
 }
 
-// False where a boolean mask holds False or a float mask −inf.
+// Returns false if a boolean mask holds False there, or a float mask −inf.
 inline bool mask_shows(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (mask.data == nullptr) return true;
   const double value = load<double>(mask, b, h, i, j);
@@ -65,7 +65,7 @@ class Formula {
     return j >= range.begin && j < range.end && mask_shows(p.mask, b, h, i, j);
   }
 
-  // s before the softcap.
+  // Returns s before the softcap.
   T scaled_dot(int64_t b, int64_t h, int64_t i, int64_t j) const {
     double dot = 0;
     for (int64_t e = 0; e < p.head_dim; ++e) {
@@ -87,13 +87,13 @@ class Formula {
     return 1 - t * t;
   }
 
-  // What ALiBi adds for a slope of 1.
+  // Returns what ALiBi adds for a slope of 1.
   T distance_bias(int64_t i, int64_t j) const {
     const int64_t distance = i + p.query_offset - j;
     return -static_cast<T>(distance < 0 ? -distance : distance);
   }
 
-  // The finished score from its scaled dot product.
+  // Returns the finished score from its scaled dot product.
   T score(int64_t b, int64_t h, int64_t i, int64_t j, T scaled_dot) const {
     T s = softcap(scaled_dot);
     if (p.alibi_slopes.data != nullptr) s += coefficient(p.alibi_slopes, b, h) * distance_bias(i, j);
@@ -105,17 +105,17 @@ class Formula {
     return score(b, h, i, j, scaled_dot(b, h, i, j));
   }
 
-  // exp(score − row_max). A visible score of −inf has weight 0, also where every score is −inf.
+  // Returns exp(score − row_max). A visible score of −inf has weight 0, even if every score is −inf.
   static T exponential(T score, T row_max) {
     return score == -std::numeric_limits<T>::infinity() ? T(0) : std::exp(score - row_max);
   }
 
-  // A sink takes part in the maximum and the sum of each row; −inf is no sink.
+  // A sink takes part in the maximum and the sum of each row; −inf stands for no sink.
   T sink(int64_t b, int64_t h) const {
     return p.sinks.data != nullptr ? coefficient(p.sinks, b, h) : -std::numeric_limits<T>::infinity();
   }
 
-  // What dropout multiplies the weight by: 1 when it is off, else 0 or 1/(1 − probability).
+  // Returns the factor of dropout for a weight: 1 when it is off, else 0 or 1/(1 − probability).
   T keep(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (!p.dropout.enabled) return 1;
     const DropoutOrigin at = dropout_origin(p.dropout);
@@ -144,7 +144,7 @@ struct RowIndex {
       : b(item / (heads * rows)), h(item / rows % heads), i(item % rows) {}
 };
 
-// For tasks that need no memory of their own.
+// The scratch of tasks that need no memory of their own.
 struct NoScratch {
   template <class Task>
   explicit NoScratch(const Task&) {}

@@ -1,3 +1,4 @@
+// The entry of the loops in the kernel table.
 #include "loops.h"
 
 namespace selfattn::cpu {

@@ -1,5 +1,6 @@
-// "loops": attention as three plain loops over queries, keys and dimensions. It is here to be read, and to be
-// what faster kernels are checked against and measured by; it is never chosen by itself.
+// The kernel "loops": attention as three nested loops over queries, keys and dimensions. It is here to be
+// read, and faster kernels are checked against it and measured by it. It is never chosen unless it is asked
+// for, and has no forward mode and no second derivatives.
 #pragma once
 
 #include "../kernel.h"

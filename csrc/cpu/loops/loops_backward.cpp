@@ -1,4 +1,5 @@
-// The backward. With W = P∘keep the weights after dropout and out = W·V, and dX short for the gradient of X:
+// The backward of the loops. With W = P∘keep for the weights after dropout, out = W·V, and dX for the
+// gradient of X:
 //
 //   delta_i  = Σ_e dout_ie out_ie + grad_row_i          what normalising by the row sum takes back
 //   dW_ij    = Σ_e dout_ie v_je + grad_weights_ij
@@ -9,8 +10,8 @@
 //   dmask_ij = ds_ij, dslope = Σ_ij ds_ij · (−|distance|), dsink = −Σ_i P_sink,i delta_i
 //
 // Every result is computed by one owner from start to end: a query row, a key row or a mask element. Each of
-// the three passes works ds out anew. That costs time, but there is nothing to add up between threads, so
-// that the result does not depend on them, and no memory but delta.
+// the three passes computes ds again. That costs time, but no sums pass between threads, so that the result
+// does not depend on them, and only delta takes memory.
 #include <algorithm>
 #include <vector>
 
@@ -67,7 +68,7 @@ struct Gradient {
   }
 };
 
-// delta, and the gradient of the sink.
+// Computes delta, and the gradient of the sink.
 template <class T>
 struct DeltaTask {
   Gradient<T> gradient;
@@ -96,7 +97,7 @@ struct DeltaTask {
   }
 };
 
-// One row of dQ, and its share of the slope's gradient.
+// Computes one row of dQ, and its share of the slope's gradient.
 template <class T>
 struct QueryTask {
   Gradient<T> gradient;
@@ -129,7 +130,7 @@ struct QueryTask {
   }
 };
 
-// One row of dK and of dV, over all the query heads that share it.
+// Computes one row of dK and of dV, over all the query heads that share it.
 template <class T>
 struct KeyTask {
   Gradient<T> gradient;
@@ -170,12 +171,13 @@ struct KeyTask {
   }
 };
 
-// One element of the mask's gradient, summed over the dimensions along which that element was broadcast. The
-// sum is in float64, because a row of ds adds up to 0: rounding errors could be all that is left of it.
+// Computes one element of the mask's gradient, summed over the dimensions along which that element was
+// broadcast. The sum is in float64, because a row of ds adds up to 0: rounding errors could be all that is
+// left of it.
 template <class T>
 struct MaskTask {
   Gradient<T> gradient;
-  int64_t size[4];  // of the mask
+  int64_t size[4];  // the mask's own sizes
 
   explicit MaskTask(const Gradient<T>& g) : gradient(g) {
     const AttentionParams& p = g.formula.p;

@@ -1,4 +1,4 @@
-// The forward, one query row at a time: scores, maximum, sum, weights, weighted values.
+// The forward of the loops, by query rows: scores, maximum, sum, weights, weighted values.
 #include <algorithm>
 #include <vector>
 
@@ -15,8 +15,8 @@ struct ForwardTask {
   const ForwardOutputs& outputs;
 
   struct Scratch {
-    std::vector<T> scores;    // of one row
-    std::vector<double> out;  // of one row
+    std::vector<T> scores;    // scores of one row
+    std::vector<double> out;  // output of one row
     explicit Scratch(const ForwardTask& task)
         : scores(static_cast<size_t>(task.formula.p.keys)),
           out(static_cast<size_t>(task.formula.p.value_dim)) {}
@@ -26,7 +26,7 @@ struct ForwardTask {
     const AttentionParams& p = formula.p;
     const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
 
-    // The maximum first: subtracting it keeps every exponential at or below 1.
+    // The maximum comes first: subtracting it keeps every exponential at or below 1.
     T row_max = formula.sink(b, h);
     for (int64_t j = 0; j < p.keys; ++j) {
       if (!formula.sees(b, h, i, j)) continue;
@@ -40,8 +40,8 @@ struct ForwardTask {
     }
     const T row_sum = static_cast<T>(sum);
 
-    // Divided by the sum before they meet the values: a mean of large numbers is finite, their sum may not
-    // be.
+    // Weights are divided by the sum before they meet the values: a mean of large numbers is finite, their
+    // sum may not be.
     std::fill(scratch.out.begin(), scratch.out.end(), 0.0);
     for (int64_t j = 0; j < p.keys; ++j) {
       if (row_sum == 0 || !formula.sees(b, h, i, j)) continue;

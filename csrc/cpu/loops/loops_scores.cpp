@@ -1,4 +1,5 @@
-// The scaled dot product alone, S = scale · Q Kᵀ, and its backward: dQ = scale · dS K, dK = scale · dSᵀ Q.
+// The scaled dot product alone and its backward, by loops. S = scale · Q Kᵀ; dQ = scale · dS K, dK = scale ·
+// dSᵀ Q.
 #include <algorithm>
 #include <vector>
 

@@ -1,4 +1,5 @@
-// P = softmax(scale · S + mask) over the keys that a query sees. Backward: dS = scale · P ∘ (dP − Σ P dP).
+// The masked softmax over the keys that a query sees and its backward, by loops. P = softmax(scale · S +
+// mask); dS = scale · P ∘ (dP − Σ P dP).
 #include <algorithm>
 
 #include "formula.h"

@@ -39,8 +39,7 @@ class GradientPipeline {
   __attribute__((noinline)) void run() {
     NoWork none;
     Weigher work;
-    constexpr int64_t kSecondRows =
-        kPieces > 1 ? kPieces * kRowPiece : 0;  // with one piece there are no sums
+    constexpr int64_t kSecondRows = kPieces > 1 ? kPieces * kRowPiece : 0;  // one piece has no sums
     float* const places = reinterpret_cast<float*>(scratch_.weights.pipeline + kSecondRows);
     SumsBeside sums(places, places + SumsBeside::kSize);
     Cell before{-1, 0, 0}, here{0, blocks_.blocks[0].first, 0};
@@ -245,8 +244,8 @@ class GradientPipeline {
     }
   }
 
-  // The scratch of the block's operands holds scores and dP in two groups of 32 keys each, and all that is
-  // paired twice, so that a block or cell can be multiplied while the next one is weighed.
+  // The scratch of the block's operands holds scores and dP in two groups of 32 keys each, and everything in
+  // pairs twice, so that a block or cell can be multiplied while the next one is weighed.
   float* scores_of(int64_t group) const { return scratch_.weights.block + group * kGroupKeys * kLd; }
   float* gradients_of(int64_t group) const { return scratch_.grad.block + group * kGroupKeys * kLd; }
   uint32_t* weight_rows(int64_t block) const {

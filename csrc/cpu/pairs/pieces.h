@@ -14,7 +14,7 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int kMaxPieces = 3;
-constexpr int64_t kLeastHeadDim = 16;  // with less, padding costs more than pairs save
+constexpr int64_t kLeastHeadDim = 16;  // with less, padding to whole steps costs more than pairs save
 
 // Operands are padded with zeros to whole steps of tiles; engines without tiles stop at the last pair.
 constexpr int64_t kDepthStep = 32;

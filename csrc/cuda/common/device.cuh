@@ -1,8 +1,8 @@
 // The language of the kernels: CUDA, or the same words for the emulator.
 //
 // nvcc reads CUDA. With SELFATTN_CUDA_EMULATOR a C++ host compiler reads the same words, and the kernels run
-// on the CPU (simulators/cuda_emulator). All shared memory is dynamic, so that a block has one array of it, whose size
-// the launch knows.
+// on the CPU (simulators/cuda_emulator). All shared memory is dynamic, so that a block has one array of it,
+// whose size the launch knows.
 #pragma once
 
 #include <cstddef>

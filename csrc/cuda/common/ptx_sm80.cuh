@@ -1,8 +1,8 @@
 // The instructions of sm_80 that CUDA C++ has no words for.
 //
 // This is the only file with inline PTX for them. The emulator has a functional model of each
-// (simulators/cuda_emulator/ptx_sm80_model.h), which is compared with golden outputs of real devices. On older devices
-// they trap; kernels that use them are never chosen there.
+// (simulators/cuda_emulator/ptx_sm80_model.h), which is compared with golden outputs of real devices. On
+// older devices they trap; kernels that use them are never chosen there.
 //
 // Terms of the PTX manual: a "row" is one of the 8 rows of an 8 x 8 matrix of 16-bit elements, 16 bytes,
 // aligned to 16. Fragments are laid out as there; "collective" calls are made by all 32 lanes of a warp

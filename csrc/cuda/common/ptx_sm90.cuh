@@ -2,8 +2,8 @@
 //
 // They are barriers of asynchronous copies, copies by tensor maps (TMA), products of a warpgroup (wgmma),
 // barriers of some warps, and the exchange of registers between warps. This is the only file with inline PTX
-// for them; the emulator has a functional model of each (simulators/cuda_emulator/ptx_sm90_model.h). On other devices
-// they trap; kernels that use them are never chosen there.
+// for them; the emulator has a functional model of each (simulators/cuda_emulator/ptx_sm90_model.h). On other
+// devices they trap; kernels that use them are never chosen there.
 //
 // Terms of the PTX manual: a "warpgroup" is four neighbouring warps, the first of which has a number that is
 // a multiple of four. "Collective" calls are made by all its 128 threads together. The "asynchronous proxy"

@@ -40,7 +40,7 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionParams& p, int64_
   return s;
 }
 
-// Where arrays of row statistics hold query 0 of a head; the others follow.
+// The index of a head's query 0 in arrays of row statistics; the other queries follow.
 __device__ __forceinline__ int64_t first_statistic_of(const AttentionParams& p, const Sequence& s,
                                                       int64_t head) {
   return p.row(s.query_batch, head, s.first_query);

@@ -1,8 +1,7 @@
 // A tile of forward mode and of second derivatives.
 //
 // It turns the products q·k, tq·k + q·tk, dO·v and dO·tv of queries and keys into the terms that a step adds
-// up. The formulas and their names are those of cpu/loops/score_tangent.h and
-// cpu/loops/loops_backward_backward.cpp.
+// up. The formulas and their names are those of Note [Formulas of tangents] in core/tangents.h.
 #pragma once
 
 #include "../../core/tangents.h"

@@ -1,3 +1,4 @@
+// Asks CUDA for the compute capability of a device, and whether the kernels run there.
 #include "device_code.h"
 
 #include <cuda_runtime.h>
