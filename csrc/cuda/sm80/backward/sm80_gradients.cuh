@@ -39,8 +39,8 @@ class Gradients {
     __syncthreads();
   }
 
-  // Returns whether results were written. They are not if they are not finite, for which 0 * Inf or 0 * NaN of
-  // a hidden row may be the reason.
+  // Returns whether results were written. They are not if they are not finite, since 0 * Inf or 0 * NaN of a
+  // hidden row may be the reason.
   __device__ __forceinline__ bool run() {
     if (work_.rows <= 0) return true;  // a sequence shorter than the longest
     load_own<C>(plan_, work_, shared_);
