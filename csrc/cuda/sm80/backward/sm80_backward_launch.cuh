@@ -1,8 +1,8 @@
-// From a backward call to the sm80 kernels that compute the gradients of queries, keys and values.
+// From a backward call to the sm80 kernels for queries, keys and values.
 #pragma once
 
 #include "../../function/launch_with_function.cuh"
-#include "instances.h"
+#include "sm80_backward_instances.h"
 #include "sm80_gradients.cuh"
 
 namespace selfattn::cuda::sm80::backward {

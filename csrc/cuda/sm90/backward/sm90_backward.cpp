@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../sm90_plan.h"
-#include "instances.h"
+#include "sm90_backward_instances.h"
 #include "sm90_backward_plan.h"
 
 namespace selfattn::cuda::sm90::backward {
