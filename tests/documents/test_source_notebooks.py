@@ -1,4 +1,4 @@
-"""What notebooks about self-attention written from scratch do, word for word, through this package."""
+"""Notebooks that write self-attention from scratch have the same results through this package."""
 
 from __future__ import annotations
 
