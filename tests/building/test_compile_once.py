@@ -1,4 +1,4 @@
-""".ci/compile_once.py compiles a text that two builds share once, and compiles all others."""
+""".ci/compile_once.py compiles a text that builds share only once, and every other text."""
 
 from __future__ import annotations
 

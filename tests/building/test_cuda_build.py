@@ -222,7 +222,7 @@ class TestArchitectures:
         ]
 
     def test_time(self) -> None:
-        """Work that two architectures share counts once, among them those of a build without a GPU."""
+        """Work that architectures share counts once, also in the default list of a build without a GPU."""
         plan = cuda_build.Plan("", "", cuda_build.Nvcc("nvcc", "/cuda", (13, 0), ()))
         seconds = [
             cuda_build.processor_seconds(plan._replace(architectures=names))

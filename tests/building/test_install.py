@@ -31,7 +31,7 @@ def run(*command, **environment):
 
 
 def ask_backend(python, hook, *options, **environment):
-    """Runs a hook as pip does, in an environment where no other Python has a torch."""
+    """Runs a hook as pip does, with no other environment activated that might have a torch."""
     environment = {"VIRTUAL_ENV": None, "CONDA_PREFIX": None, "PYTHONPATH": None, **environment}
     return run(
         python, *options, "-c", f"import sys; sys.path.insert(0, {str(BACKEND)!r})\n{hook}", **environment

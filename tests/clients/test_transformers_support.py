@@ -205,7 +205,7 @@ def test_a_mask_that_must_be_there_is_there(takes_bool: bool) -> None:
         for function in ("causal_mask_function", "bidirectional_mask_function"):
             rule = getattr(masking_utils, function, None)
             if rule is None:
-                continue  # 4.57 knows none for both sides
+                continue  # 4.57 has no bidirectional rule
             mask = integration.mask_function(
                 **mask_arguments(1, 8, 9, mask_function=rule, config=config),
                 allow_is_causal_skip=causal,

@@ -26,7 +26,7 @@ STEPS = 4
 
 #: Architectures whose judge is not "eager" throughout, because "eager" itself is wrong there.
 AS_SDPA: dict[str, dict[str, str]] = {
-    # Their text model gets a bool mask, which "eager" adds to the scores as 0 and 1.
+    # Their text models get a bool mask, which "eager" adds to the scores as 0 and 1.
     "grounding-dino": {"": "eager", "text_config": "sdpa", "backbone_config": "eager"},
     "mm-grounding-dino": {"": "eager", "text_config": "sdpa", "backbone_config": "eager"},
 }

@@ -47,7 +47,7 @@ def with_a_tangent(attention: Callable[..., Any]) -> None:
 
 
 def dense_calls(name: str) -> dict[str, tuple[Call, str]]:
-    """Returns name of the mistake -> (one rank's wrong call of a function, what its own error says)."""
+    """Returns the name of each mistake -> (one rank's wrong call, what its own error says)."""
     attention = getattr(distributed, name)
     options: dict[str, tuple[dict[str, Any], str]] = {
         "layout": ({"layout": "stripes"}, "layout must be one of zigzag, contiguous, head-tail"),

@@ -233,7 +233,7 @@ def test_checkpointing_computes_gradients_of_captured_tensors() -> None:
 
 @pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 def test_functions_as_programs_write_them() -> None:
-    """Index a tensor one dimension at a time, partly by constants, and divide by captured integers."""
+    """These index tensors one dimension at a time, partly by constants, and divide by captured integers."""
     given = [tensor.detach() for tensor in tensors()]
     mask, widths = torch.randn(2, 1, 40, 45), torch.tensor([3, 4, 5])
 

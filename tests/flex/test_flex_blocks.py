@@ -100,7 +100,7 @@ def test_a_mask_that_was_cropped() -> None:
     ids=str,
 )
 def test_a_mask_that_was_sliced(index: tuple[Any, ...]) -> None:
-    """Queries past the mask's blocks are refused, as torch's compiled kernels do: no block covers them."""
+    """Queries past the mask's blocks are refused, as in torch's compiled kernels: no block covers them."""
     table = torch.randint(2, (2, 3, 300, 280), dtype=torch.bool)
     sizes = (2, 3, 300, 280)
     part = mask_of(Functions(mask_mod=lambda b, h, q, kv: table[b, h, q, kv]), sizes, 64)[index]

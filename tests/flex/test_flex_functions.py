@@ -64,7 +64,7 @@ def judge(
     dtype: torch.dtype,
     **options: Any,
 ) -> None:
-    """Asserts that (out, gradients of given, gradients of what is learned) are accurate."""
+    """Asserts that out and the gradients of given and of learned tensors are accurate."""
     exactly, peer = (
         exact(given, functions, torch.float64, **options),
         exact(given, functions, dtype, **options),

@@ -113,7 +113,7 @@ def is_right(case: Case, ours: Tensor) -> Tensor:
     if case.name in ("tanh", "gelu by tanh"):
         allowed += 8 * info.eps  # the rounding error of 1 - tanh(x)**2
     if case.name == "hardsigmoid":
-        allowed += torch.finfo(torch.float32).eps  # torch's 1 / 6 has no more digits
+        allowed += torch.finfo(torch.float32).eps  # torch's 1 / 6 has float32's digits
     return same | ((ours - exact).abs() <= allowed)
 
 

@@ -108,7 +108,7 @@ def in_pages(
 
 
 def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -> Tensor:
-    """Asserts that out, weights, lse and the cache after the step are what they should be; returns out.
+    """Asserts that out, weights, lse and the cache after the step are right; returns out.
 
     Options are keywords of attention_with_kvcache; a mask is (B, H, L, capacity).
     """

@@ -168,7 +168,7 @@ def check_dtypes(page_size: int, queries: int, kernel: str, turn: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 33, 64, 257])
 def test_heads_in_turn(page_size: int, isa: str, one_thread: None) -> None:
-    """With enough heads and work, decoding takes turns of several heads, each with a step of small pages."""
+    """With enough heads and work, decoding works on several heads at a time, by steps of small pages."""
     for queries, dtype in itertools.product((1, 4), (torch.float32, torch.bfloat16)):
         for name in ("plain", "window", "bool mask"):
             check_pages(Cache(queries, dtype, kv_heads=4), page_size, name, causal=queries > 1)

@@ -264,7 +264,7 @@ def test_pair_of_options(case: Packed, one_thread: None) -> None:
     check_alone(case)
 
 
-#: float32 is a sum of up to three bfloat16 numbers where an instruction set multiplies those.
+#: On instruction sets that multiply bfloat16 numbers, float32 numbers are sums of up to three of them.
 ARITHMETICS = [*((dtype, "highest") for dtype in DTYPES), (torch.float32, "high"), (torch.float32, "medium")]
 
 
