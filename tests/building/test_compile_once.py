@@ -1,4 +1,4 @@
-""".ci/compile_once.py: what two builds compile of the same text is compiled once, and nothing else."""
+""".ci/compile_once.py compiles a text that builds share only once, and every other text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "compile_once.py"
 
-#: A compiler that says when it compiles, and not when it only preprocesses.
+#: A compiler that records its calls if it compiles, but not if it only preprocesses.
 COMPILER = """#!/bin/sh
 case " $* " in *" -E "*|*--version*) ;; *) echo "$*" >> calls ;; esac
 exec c++ "$@"
@@ -21,7 +21,7 @@ SOURCE = '#include "sum.h"\nint sum(int a, int b) { return a + b + MORE; }\n'
 
 
 class Build:
-    """A folder with the sources of a build, and what its compiler was asked for."""
+    """A folder with the sources of a build, and the calls of its compiler."""
 
     def __init__(self, folder: Path, objects: Path) -> None:
         self.folder, self.objects = folder, objects
@@ -36,7 +36,7 @@ class Build:
         (self.folder / "csrc" / name).write_text(text)
 
     def compile(self, source: str = "cpu/sum.cpp", *flags: str) -> int:
-        """How the compiler ended."""
+        """Compiles a source and returns the compiler's exit code."""
         csrc = self.folder / "csrc"
         command = [sys.executable, SCRIPT, "-MMD", "-MF", "sum.d", f"-I{csrc}", f"-D{self.folder.name}"]
         command += ["-c", csrc / source, "-o", "sum.o", *flags]
@@ -61,7 +61,7 @@ def test_the_second_build_copies(builds: tuple[Build, Build]) -> None:
     assert first.compile("cpu/sum.cpp", "-O1") == second.compile("cpu/sum.cpp", "-O1") == 0
     assert (first.compiled(), second.compiled()) == (1, 0)
     assert (first.folder / "sum.o").read_bytes() == (second.folder / "sum.o").read_bytes()
-    # ninja compiles again when a header changes.
+    # By this file ninja compiles again when a header changes.
     assert str(second.folder / "csrc" / "sum.h") in (second.folder / "sum.d").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The C++ tests of what divides work among threads, under ThreadSanitizer, which reports races."""
+"""The C++ tests of code that divides work among threads, under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_threads(name: str, tested: list[str], tmp_path: Path) -> None:
     sources = [ROOT / "tests" / "cpp" / f"{name}.cpp", *(ROOT / "csrc" / source for source in tested)]
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{ROOT / 'csrc'}"]
     subprocess.run([os.environ.get("CXX", "c++"), *flags, *map(str, sources), "-o", str(program)], check=True)
-    # A race makes the exit code 66, whatever the program itself finds.
+    # A race makes the exit code 66, even if the program's own checks succeed.
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

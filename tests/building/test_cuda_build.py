@@ -1,4 +1,4 @@
-"""Whether a build gets CUDA kernels and for which GPUs, on machines with and without nvcc."""
+"""The plan of a build: whether it gets CUDA kernels and for which GPUs, with and without nvcc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selfattn_ext.build import cuda_build, library, toolchain
 
 TORCH = "2.14.1+cu130"
 
-# Enough of nvcc for the questions of a build; it compiles when it is told to.
+# A stand-in for nvcc that answers a build's questions; ``compiles`` is what it does to compile.
 NVCC = """#!/bin/sh
 case "$*" in
   *--version*) echo "Cuda compilation tools, release {version}, V{version}.88" ;;
@@ -76,7 +76,7 @@ class TestNvcc:
         assert (found.command, found.home) == (str(script), str(home))
 
     def test_none_where_cuda_home_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        # What the user names is not passed over in favour of another toolkit.
+        # The toolkit that the user names is never replaced by another.
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
         assert cuda_build.find_nvcc() is None
 
@@ -96,7 +96,7 @@ class TestNvcc:
 
 
 class TestPlan:
-    """Each reason for a build without CUDA, and that SELFATTN_CUDA=1 makes an error of it."""
+    """Each reason for a build without CUDA, which SELFATTN_CUDA=1 makes an error."""
 
     @staticmethod
     def check_absent(reason: str, *words: str, **arguments: object) -> None:
@@ -145,7 +145,7 @@ class TestPlan:
         with pytest.raises(ValueError, match=r"SELFATTN_CUDA must be 1 .* got 'yes'"):
             cuda_build.plan(TORCH, "13.0", [])
 
-    @pytest.mark.parametrize("version", ["13.0", "13.2"])  # CUDA's minor versions go together
+    @pytest.mark.parametrize("version", ["13.0", "13.2"])  # minor versions of CUDA are compatible
     def test_with_cuda(self, version: str, nvcc: Callable[..., Path]) -> None:
         home = nvcc(version)
         plan = cuda_build.plan(TORCH, "13.0", [(9, 0)])
@@ -211,7 +211,7 @@ class TestArchitectures:
         ]
 
     def test_flags_of_the_same_ptx(self) -> None:
-        """The front end runs once; the library tells both."""
+        """The front end runs once for equal PTX, and the library names both architectures."""
         assert cuda_build.architecture_flags(["9.0a", "9.0+PTX", "10.0", "12.0+PTX"]) == [
             "-gencode=arch=compute_90a,code=sm_90a",
             "-gencode=arch=compute_90,code=compute_90",
@@ -222,7 +222,7 @@ class TestArchitectures:
         ]
 
     def test_time(self) -> None:
-        """By the list that a build without a GPU has: minutes, and what is made twice counts once."""
+        """Work that architectures share counts once, also in the default list of a build without a GPU."""
         plan = cuda_build.Plan("", "", cuda_build.Nvcc("nvcc", "/cuda", (13, 0), ()))
         seconds = [
             cuda_build.processor_seconds(plan._replace(architectures=names))
@@ -277,7 +277,7 @@ class TestToldToUsers:
     def test_build_that_must_have_cuda_and_cannot(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_python: Callable[..., str]
     ) -> None:
-        """setup.py ends in one line that says why."""
+        """setup.py ends with one line that gives the reason."""
         setup = Path(__file__).parents[2] / "setup.py"
         script = (
             "import subprocess, sys\n"
@@ -293,7 +293,7 @@ class TestToldToUsers:
 
 
 def test_alone() -> None:
-    """setup.py runs the file by its path, in a Python that has no torch yet."""
+    """setup.py runs cuda_build.py by its path, in a Python that has no torch yet."""
     source = Path(cuda_build.__file__)
     code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(source)!r})"
     assert os.system(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}") == 0

@@ -1,6 +1,6 @@
-"""No two modules of selfattn_ext import each other, nor do two packages, also not through others.
+"""No modules or packages of selfattn_ext import each other, directly or through others.
 
-Whoever reads a module then has to know those that it imports, and none that import it.
+To read a module, one then needs the modules that it imports, and none that import it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "selfattn_ext"
 
-#: What each module, or each package, imports.
+#: Each module or package, and the set of those that it imports.
 Imports = dict[str, set[str]]
 
 
 def names_of_modules(package: Path) -> dict[str, Path]:
-    """The modules of a package by their full names; a package's own name is that of its __init__.py."""
+    """Returns the modules of a package by full names; an __init__.py has its package's name."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -27,7 +27,7 @@ def names_of_modules(package: Path) -> dict[str, Path]:
 
 
 def imported_names(name: str, path: Path) -> Iterator[str]:
-    """The full names that a module imports, wherever it does, in functions and for type checkers too."""
+    """Yields the full names that a module imports, also in functions and for type checkers."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -39,8 +39,8 @@ def imported_names(name: str, path: Path) -> Iterator[str]:
 
 
 def imports_of(package: Path) -> Imports:
-    """What each module of a package imports of that package. ``from a import b`` is the module a.b, or a
-    where there is no such module.
+    """Returns each module's imports from its own package. ``from a import b`` imports the module a.b, or a
+    if there is no such module.
     """
     modules = names_of_modules(package)
     return {
@@ -55,7 +55,7 @@ def imports_of(package: Path) -> Imports:
 
 
 def of_packages(modules: Imports) -> Imports:
-    """The same of what stands on the first level: packages, and modules that are in none."""
+    """Returns the same imports for the first level: packages, and modules outside of packages."""
 
     def first_level(name: str) -> str:
         return ".".join(name.split(".")[:2])
@@ -67,7 +67,7 @@ def of_packages(modules: Imports) -> Imports:
 
 
 def circle(imports: Mapping[str, set[str]]) -> list[str] | None:
-    """Names of which each imports the next, and the last is the first; None where there are none such."""
+    """Returns names of which each imports the next and the last is the first, or None without a circle."""
     done: set[str] = set()
 
     def search(name: str, way: list[str]) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""What is shipped, and what a user is told whose machine lacks something."""
+"""The files that are shipped, and the messages on a machine that lacks something."""
 
 import os
 import re
@@ -18,7 +18,7 @@ BACKEND = ROOT / ".pep517"
 
 
 def run(*command, **environment):
-    """A command in the checkout, its variables changed; None removes one."""
+    """Runs a command in the checkout with changed environment variables; None removes one."""
     variables = {**os.environ, **environment}
     return subprocess.run(
         [str(part) for part in command],
@@ -31,7 +31,7 @@ def run(*command, **environment):
 
 
 def ask_backend(python, hook, *options, **environment):
-    """Runs a hook as pip does, in an environment where nothing else offers a torch."""
+    """Runs a hook as pip does, with no other environment activated that might have a torch."""
     environment = {"VIRTUAL_ENV": None, "CONDA_PREFIX": None, "PYTHONPATH": None, **environment}
     return run(
         python, *options, "-c", f"import sys; sys.path.insert(0, {str(BACKEND)!r})\n{hook}", **environment
@@ -39,7 +39,7 @@ def ask_backend(python, hook, *options, **environment):
 
 
 def setup_py(*arguments, base):
-    # The egg-info folder, and nothing else, would be written to the checkout.
+    # Without --egg-base, the egg-info folder would be written to the checkout.
     done = run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", base, *arguments)
     assert done.returncode == 0, done.stderr
 
@@ -50,7 +50,7 @@ def files_below(folder):
 
 @pytest.fixture
 def bare_python(tmp_path):
-    """An interpreter without any packages."""
+    """Returns an interpreter without any packages."""
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     return tmp_path / "bare" / "bin" / "python"
 
@@ -88,11 +88,11 @@ class TestShipped:
 
 
 class TestTold:
-    """By setup.py, which "pip install -v" shows."""
+    """The messages of setup.py, which "pip install -v" shows."""
 
     @pytest.fixture
     def refuses(self, tmp_path):
-        """A compiler that compiles no file that is to be kept."""
+        """Returns a compiler that fails at object files, but still compiles the checks of a build."""
         script = tmp_path / "c++"
         script.write_text(
             f'#!/bin/sh\ncase "$*" in *" -c "*) echo "no, not $#" >&2; exit 1;; esac\n'
@@ -118,14 +118,14 @@ class TestTold:
         assert "Traceback" not in done.stderr
 
     def test_no_lists_of_copied_files(self):
-        # The output of setuptools would hide how far the build is.
+        # The output of setuptools would hide the build's progress.
         hook = "import build_backend; print(*map(build_backend._settings, [None, {'verbose': '1'}]))"
         assert ask_backend(sys.executable, hook).stdout.strip() == "{'quiet': 'true'} {'verbose': '1'}"
 
 
 class TestTorchIsFound:
     def test_from_an_isolated_environment(self):
-        # -S hides site-packages from this process, as pip's isolation does, not from the interpreter it asks.
+        # Like pip's isolation, -S hides site-packages from this process, but not from the Python it asks.
         done = ask_backend(
             sys.executable,
             "import build_backend; build_backend._with_torch(); import torch; print(torch.__file__)",
@@ -137,7 +137,7 @@ class TestTorchIsFound:
         assert file.startswith(message.partition(" in ")[2])
 
     def test_in_the_activated_environment_by_a_tool_with_its_own(self, bare_python):
-        # As build and uv do it.
+        # The tools build and uv do this.
         done = ask_backend(
             bare_python, "import build_backend; build_backend._with_torch()", VIRTUAL_ENV=sys.prefix
         )
@@ -146,7 +146,7 @@ class TestTorchIsFound:
 
 
 class TestMissing:
-    """One sentence on stderr, no traceback."""
+    """Each problem is told in one sentence on stderr, without a traceback."""
 
     @staticmethod
     def only_line(done):
@@ -162,7 +162,7 @@ class TestMissing:
         assert "pip install 'torch>=2.11'" in line
 
     def test_torch_in_the_environment_installed_for(self, bare_python):
-        # The torch of another environment, although that is activated, would not be there at run time.
+        # Another environment's torch would be missing at run time, even if that environment is activated.
         hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
         line = self.only_line(ask_backend(bare_python, hook, "-S", VIRTUAL_ENV=sys.prefix))
         assert f"{bare_python} has none" in line
@@ -209,7 +209,7 @@ class TestMissing:
         assert f"{old} compiles no C++17 program" in line
 
     def test_python_headers(self, tmp_path):
-        # A compiler that finds everything but Python.h.
+        # This compiler finds all headers except Python.h.
         picky = tmp_path / "picky-c++"
         picky.write_text(f'#!/bin/sh\ncase "$*" in *" -I"*) exit 1;; esac\nexec {shutil.which("c++")} "$@"\n')
         picky.chmod(0o755)

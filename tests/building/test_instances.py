@@ -1,4 +1,4 @@
-"""The explicit instantiations of CUDA kernels, which a build writes from the table in build/sources.py."""
+"""The explicit instantiations of CUDA kernels, written from the table in build/sources.py."""
 
 import re
 import subprocess
@@ -9,13 +9,13 @@ from cuda_emulator import build as emulator
 
 from selfattn_ext.build import sources, toolchain
 
-#: How a compiler's list of symbols shows an instance.
+#: The form of an instance in a compiler's list of symbols.
 SYMBOL = re.compile(r"selfattn::cuda::([\w:]+)::(\w+)<\(selfattn::DType\)(\d)((?:, \d+)*)>\(")
 DTYPES = ("Float64", "Float32", "BFloat16", "Float16")
 
 
 def instances_called(folder: Path) -> set[tuple[str, ...]]:
-    """The instances that the C++ files of csrc/cuda leave to others: namespace, template and arguments."""
+    """Returns the undefined instances of csrc/cuda's C++ files: namespace, template and arguments."""
     compiler = toolchain.compiler()
     assert compiler is not None
     found = set()
@@ -66,7 +66,7 @@ class TestWriting:
 
 
 class TestFolder:
-    """extension_sources(cuda=True) for torch's own loader, which names no folder."""
+    """extension_sources(cuda=True) without a folder, as torch's own loader needs it."""
 
     def test_is_in_the_cache_of_extensions(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

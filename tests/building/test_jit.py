@@ -1,4 +1,4 @@
-"""The C++ sources compiled at run time: by ``jit.load``, and by torch's own loader without flags."""
+"""The C++ sources compiled at run time, by ``jit.load`` and by torch's own loader."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from selfattn_ext.build import jit, library, sources, toolchain
 
 
 def check_against_installed(module, name):
-    """The operators of a run-time build live in their own namespace and give what the installed ones give."""
+    """Asserts that a run-time build's operators have their own namespace and the installed ones' results."""
     assert module.op_namespace == name
     assert module.ops is getattr(torch.ops, name)
     assert module.ops is not library.ops()
@@ -31,7 +31,7 @@ def check_against_installed(module, name):
 
 
 @pytest.mark.another_build
-# torch's own compiles without flags, and so shares no object file with the other builds of .ci/run.
+# torch's own loader compiles without flags, so it shares no object file with other builds of .ci/run.
 @pytest.mark.parametrize(
     "loader", dict.fromkeys(turns.chosen(["jit.load", "jit.load", "jit.load", "torch's own"]))
 )
@@ -80,7 +80,7 @@ class TestArguments:
             jit.load("never_built")
 
     def test_no_home(self, tmp_path, monkeypatch):
-        """torch would make a folder named ~ in the working directory."""
+        """Without the check, torch would make a folder named ~ in the working directory."""
         monkeypatch.chdir(tmp_path)
         for variable in ("HOME", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
             monkeypatch.delenv(variable, raising=False)
@@ -91,7 +91,7 @@ class TestArguments:
         assert list(tmp_path.iterdir()) == []
 
     def test_lock_of_a_killed_process(self, tmp_path, monkeypatch):
-        """torch waits for ever for who has made this file."""
+        """torch would wait for ever for the process that made this file."""
         from torch.utils import cpp_extension
 
         def load(*arguments, **options):
@@ -105,7 +105,7 @@ class TestArguments:
 
 class TestSources:
     def test_names_of_objects_are_unique(self, tmp_path):
-        # torch's loader names object files by the name of the source alone, whatever its folder.
+        # torch's loader names object files by the source's name alone, without its folder.
         names = Counter(Path(source).stem for source in sources.extension_sources(True, tmp_path))
         assert [name for name, count in names.items() if count > 1] == []
 

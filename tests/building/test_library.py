@@ -1,4 +1,4 @@
-"""The compiled library: what it says about itself, how it is found, and what is said when it is not."""
+"""The compiled library: what it tells about itself, how it is found, and errors if it is not."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from selfattn_ext.build import cuda_build, jit, library, ninja_build, sources, t
 
 PACKAGE = Path(library.__file__).parents[1]
 
-# A library of one operator, so that tests of building and loading need not compile the real one.
+# A small library, so that tests of building and loading need not compile the real one.
 SMALL_LIBRARY = """
 #include <pybind11/pybind11.h>
 #include "../version.h"
@@ -35,7 +35,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
 @pytest.fixture(scope="module")
 def small_checkout(tmp_path_factory):
-    """A checkout that was never installed, with our Python files and a C++ library that compiles fast."""
+    """Makes a checkout that was never installed, with our Python files and a library that compiles fast."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "selfattn_ext" / "build").mkdir(parents=True)
     (folder / "selfattn_ext" / "__init__.py").touch()
@@ -49,7 +49,7 @@ def small_checkout(tmp_path_factory):
 
 
 def python(folder, code, **environment):
-    """Runs code in a new process, in a folder, with a cache of extensions of its own there."""
+    """Runs code in a new process in a folder, which also holds its own cache of extensions."""
     variables = {
         **os.environ,
         "TORCH_EXTENSIONS_DIR": str(folder / "cache"),
@@ -102,7 +102,7 @@ class TestIntrospection:
             assert row["available"] == (row["reason"] is None)
             assert row["description"]
             assert row["dtypes"] == ("float64", "float32", "bfloat16", "float16")
-        # What a call takes is the first of the table that may be and can be taken.
+        # A call takes the table's first kernel that is automatic and available.
         best = next(row for row in table if row["automatic"] and row["available"])
         assert library.extension().choose_kernel() == best
         assert library.extension().choose_kernel("loops")["name"] == "loops"
@@ -166,14 +166,14 @@ class TestCheckoutWithoutLibrary:
         done = python(small_checkout, code)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["selfattn", sources.version()]
-        # torch may have lines of its own, on a CUDA toolkit without a GPU for instance.
+        # torch may print lines of its own, for instance about a CUDA toolkit without a GPU.
         why, what, *progress = (line for line in done.stderr.splitlines() if line.startswith("selfattn_ext"))
         assert why.startswith(f"selfattn_ext: no compiled library for this Python in {small_checkout}")
         assert why.endswith("; pip install -e . in the checkout makes one ahead of time")
         assert re.fullmatch(r"selfattn_ext: compiling 2 files on \d+ processors?, about \d+ minutes?", what)
         assert progress == ["selfattn_ext: compiled 1/2", "selfattn_ext: compiled 2/2"]
-        # The second process finds what the first has compiled, and links a damaged library again; it does not
-        # wait for a process that was killed, which leaves torch's lock behind.
+        # The second process finds the first one's library, and links a damaged one again. It does not wait
+        # for a killed process, which leaves torch's lock behind.
         (compiled,) = (small_checkout / "cache").rglob("*.so")
         before = compiled.stat().st_mtime_ns
         (compiled.parent / "lock").touch()
@@ -220,14 +220,14 @@ class TestCheckoutWithoutLibrary:
 
 
 class TestCheckoutOfAnInstalledPackage:
-    """What "pip install ." leaves: a checkout without a library, and a package with one and its sources."""
+    """After "pip install .", the checkout has no library, and the package has one and its sources."""
 
     @pytest.fixture
     def installed(self, small_checkout, tmp_path):
         package = tmp_path / "site" / "selfattn_ext"
         shutil.copytree(small_checkout / "selfattn_ext", package)
         shutil.copytree(small_checkout / "csrc", package / "csrc")
-        # Stands for the compiled module, which a finder of modules takes it for.
+        # This file stands in for the compiled module, because Python finds it by the same name.
         (package / "_C.py").write_text(
             f'def build_info():\n    return {{"version": "{sources.version()}"}}\n'
         )
@@ -269,7 +269,7 @@ class TestCheckoutOfAnInstalledPackage:
 
 class TestLoading:
     def test_namespace_taken_by_another_library(self):
-        # A second registration in C++ would abort the process.
+        # The check must come first, because a second registration in C++ would abort the process.
         code = """
             import torch
             other = torch.library.Library("selfattn", "DEF")

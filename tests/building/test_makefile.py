@@ -1,4 +1,4 @@
-"""What the Makefile asks of pip, pytest and auditwheel, told by programs that write down their arguments."""
+"""The Makefile's calls of pip, pytest and auditwheel, recorded by programs that replace them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from selfattn_ext.build import library
 
 ROOT = Path(__file__).parents[2]
 
-#: Writes down how it was called, and says which torch there is when it is asked.
+#: A program that records its calls, and answers the question for torch's version.
 PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" >> calls
 case "$*" in *version*torch*) echo 2.13.0+cpu;; esac
 """
 
-#: Variables that make reads, some of which a make that runs these tests has set.
+#: Variables that make reads; a make that runs these tests has set some of them.
 OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
 ACTIVATED = {"VIRTUAL_ENV", "CONDA_PREFIX"}
 
@@ -88,7 +88,7 @@ def test_clients_are_installed_anew_when_others_are_asked_for(make: Callable[...
 
 
 def test_build_shows_how_far_it_is(make: Callable[..., list[list[str]]]) -> None:
-    """pip, which finds everything compiled then, would not."""
+    """setup.py compiles first and shows its progress, which pip would hide."""
     calls = make("build")
     (install,) = installing(calls, ".[test,viz]")
     assert calls[calls.index(install) - 1] == ["python", "setup.py", "--quiet", "build_ext", "--inplace"]
@@ -119,13 +119,13 @@ def excluded(repair: list[str]) -> list[str]:
     return [value for option, value in itertools.pairwise(repair) if option == "--exclude"]
 
 
-#: The libraries of the system that every manylinux wheel may use.
+#: System libraries that every manylinux wheel may use.
 SYSTEM = ["libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "librt.so.1"]
 SYSTEM += ["libpthread.so.0", "ld-linux-*.so.*"]
 
 
 def test_wheel_takes_in_no_library(make: Callable[..., list[list[str]]]) -> None:
-    # A copy of an OpenMP library or of torch's own would be a second one in the process.
+    # A copy of an OpenMP library or of torch's own library would be the process's second one.
     patterns = excluded(make("wheel")[-1])
     dynamic = subprocess.run(
         ["readelf", "--dynamic", "--wide", str(library.extension().__file__)],
@@ -145,7 +145,7 @@ def test_pytest_does_not_collect_the_folder_of_clients(pytestconfig: pytest.Conf
 
 @pytest.mark.xdist_group("grouped")
 def test_pytest_keeps_groups_of_tests_in_one_process(request: pytest.FixtureRequest) -> None:
-    # Versions that do not fit together ignore the marks and say nothing: every process then computes what a
-    # group shares. pytest-xdist hands out tests by their names.
+    # Incompatible versions ignore the marks silently, and then every process computes what a group shares.
+    # pytest-xdist hands out tests by their names.
     if request.config.getoption("loadgroup", False):
         assert request.node.nodeid.endswith("@grouped")

@@ -1,4 +1,4 @@
-"""How ninja is run: what is told meanwhile, and that nobody waits for a process that is gone."""
+"""How ninja is run: its messages, and that no process waits for one that has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from selfattn_ext.build import ninja_build, toolchain
 from selfattn_ext.terminal import Progress
 
-#: Three files, of which "second" says something.
+#: Three files; the command for "second" prints something.
 THREE = """
 rule make
   command = $say touch $out
@@ -90,7 +90,7 @@ def test_estimate(
 
 
 class TestAlone:
-    #: Compiles until it is killed, and says when it has begun.
+    #: A program that says when it begins to compile, and compiles until it is killed.
     BUILDS = """
 import sys, types
 from pathlib import Path
@@ -99,7 +99,7 @@ folder = Path(sys.argv[1])
 (folder / "build.ninja").write_text("rule wait\\n command = sleep 1; touch $out\\n"
                                     + "".join(f"build {i}: wait\\n" for i in range(99)))
 with toolchain.environment(), ninja_build.alone_in(folder) as kept_open:
-    (folder / "lock").touch()  # as torch does
+    (folder / "lock").touch()  # torch does the same
     print("begun", flush=True)
     ninja_build.run(sys.argv[1], lambda files: __import__("contextlib").nullcontext(), kept_open)
 """
@@ -132,7 +132,7 @@ with toolchain.environment(), ninja_build.alone_in(folder) as kept_open:
             process.send_signal(how)
         with ninja_build.alone_in(tmp_path):
             assert not (tmp_path / "lock").exists()
-            assert not (tmp_path / "98").exists()  # only what had been begun has been waited for
+            assert not (tmp_path / "98").exists()  # only commands that had begun were waited for
 
 
 def test_damaged_library_is_made_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The two switches of torch_sdpa and sdpa_mode, as context managers that tests are parametrized by."""
+"""The two switches of torch_sdpa and sdpa_mode, as context managers for parametrized tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selfattn_ext import as_sdpa
 
 @contextmanager
 def activated() -> Iterator[None]:
-    """torch's own switch."""
+    """Turns torch's own switch on for a block."""
     attention.activate_flash_attention_impl("selfattn_ext")
     try:
         yield

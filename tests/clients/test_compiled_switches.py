@@ -1,4 +1,4 @@
-"""The switches and torch.compile with its own compiler, whose results are kept on disk."""
+"""The switches with torch.compile and Inductor, which keeps its results on disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_dropout(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_a_block_finds_its_own_results_on_disk() -> None:
     step = training_step(with_dropout)
     for last in (False, True):
-        # As another process would: nothing in memory, everything on disk.
+        # As in another process, nothing is in memory and everything on disk.
         torch.compiler.reset()
         counters.clear()
         for block, expected in ((nullcontext, (0, 0)), (as_sdpa, (1, 1)), (nullcontext, (0, 0))):
@@ -98,7 +98,7 @@ print(sum(counters["aot_autograd"][name] for name in ("autograd_cache_hit", "aut
 
 
 def test_flex_attention_and_its_results_on_disk(run_python: Callable[..., str], tmp_path: Path) -> None:
-    """A second process takes the compiled graphs from disk, and loads the functions that they call."""
+    """A second process reads the compiled graphs from disk, and loads the functions that they call."""
     folders = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "SELFATTN_FUNCTION_CACHE": str(tmp_path / "functions"),

@@ -1,5 +1,6 @@
-"""diffusers' models on this package's kernels, unchanged: self-attention and cross-attention of a U-Net, and
-the joint attention of a transformer.
+"""diffusers' unchanged models on this package's kernels.
+
+A U-Net has self-attention and cross-attention, a transformer has joint attention.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def denoise(network: nn.Module, dtype: torch.dtype) -> Tensor:
-    """With a padding mask of the text."""
+    """Calls a U-Net with a padding mask for the text."""
     image, text = normal(2, 4, 8, 8, seed=1, dtype=dtype), normal(2, 5, 12, seed=2, dtype=dtype)
     seen = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     return network(image, torch.tensor([1, 2]), text, encoder_attention_mask=seen).sample

@@ -1,6 +1,6 @@
-"""Two processes that halve a batch compute the same as one process that has all of it.
+"""Two processes that halve a batch compute the same as one process with the whole batch.
 
-With DistributedDataParallel each has all parameters, with fully_shard (FSDP2) half of every parameter.
+With DistributedDataParallel each process has all parameters, with fully_shard (FSDP2) a half of each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(rank, file, how):
         shared = torch.compile(shared, backend="aot_eager")
     for _ in range(2):
         results = gradients(shared, x[2 * rank : 2 * rank + 2])
-        # The same float64 sums in another order: some thousand roundings of 2^-53.
+        # These are the same float64 sums in another order, so some thousand roundings of 2^-53 differ.
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-15)
     dist.destroy_process_group()
 """
@@ -76,7 +76,7 @@ def run(rank, file, how):
     dtypes = (torch.bfloat16, torch.float32) if how == "bfloat16" else ()
     for part in (model.first, model.second, model):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
-    # The second layer's weights of all heads in one matrix, half of its rows here.
+    # One matrix holds the second layer's weights of all heads, and each process has half of its rows.
     assert model.second.in_proj_weight.to_local().shape[0] * 2 == alone.second.in_proj_weight.shape[0]
     mean = losses(model, x[2 * rank : 2 * rank + 2])
     dist.all_reduce(mean)
@@ -89,7 +89,7 @@ def run(rank, file, how):
     dist.destroy_process_group()
 """
 
-# Forked before anything is computed, which spares the children the imports.
+# The processes are forked before anything is computed, so that they need not import again.
 START = """
 mp.start_processes(run, (FILE, HOW), nprocs=2, start_method="fork")
 print("the same")

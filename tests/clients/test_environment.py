@@ -1,4 +1,4 @@
-"""The environment that `make test-clients` makes: every client of the extra is there."""
+"""The environment of `make test-clients` has every client of the extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""as_flex and programs that call torch's flex_attention: transformers with that attn_implementation."""
+"""as_flex with transformers models that call torch's flex_attention."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers_models import DECODERS, built, padding, tokens
 
 from selfattn_ext import as_flex
 
-#: Models of transformers, and on which side their tokens are padded.
+#: Models of transformers, and the side on which their tokens are padded.
 CASES = (("llama gqa", None), ("llama gqa", "left"), ("gemma2", "left"), ("mistral", "right"))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """transformers compiles flex_attention: not by inductor, which test_compiled_switches.py has."""
+    """Lets transformers compile flex_attention without Inductor, which test_compiled_switches.py tests."""
     compiled = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda *args, **kwargs: compiled(*args, **{"backend": "aot_eager", **kwargs})
@@ -32,7 +32,7 @@ def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step(model: nn.Module, implementation: str, dtype: torch.dtype, side: str | None) -> dict[str, Tensor]:
-    """The logits of what is not padding, and the gradient of every parameter."""
+    """Returns the logits outside of the padding, and the gradient of every parameter."""
     model.set_attn_implementation(implementation)  # type: ignore[operator]
     model = model.to(dtype).train()
     ids = tokens()
@@ -59,7 +59,7 @@ def test_transformers_train(name: str, side: str | None) -> None:
 
 
 def test_transformers_run_on_the_kernels() -> None:
-    """And without the switch torch refuses to train."""
+    """Without the switch, torch refuses to train."""
     model = built(DECODERS["llama gqa"]()).float()
     with pytest.raises(Exception, match="does not support backward on CPU"):
         step(model, "flex_attention", torch.float32, None)

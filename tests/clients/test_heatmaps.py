@@ -9,7 +9,7 @@ import torch
 import transformers
 from pages import blocks
 
-assert transformers, "a client: missing, it is an error"
+assert transformers, "this client must be installed"
 
 
 def test_heatmaps_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

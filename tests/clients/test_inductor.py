@@ -1,4 +1,4 @@
-"""What torch's compiler makes of attention: machine code for every option, training, a package for C++."""
+"""Attention under torch's Inductor: every option, training, and a package for C++."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_option_for_shapes_that_change() -> None:
             query, key, value, mask, 0.3, True, 0.4, True, window_size=(9, 0), softcap=3.0, sinks=sinks,
             alibi_slopes=slopes, query_offset=offset, return_weights=True, return_lse=True,
         )  # fmt: skip
-        # The keys at the diagonal are seen, so that no row is without one and its log-sum-exp infinite.
+        # The offset shows each row a key on the diagonal, because a row without keys has an infinite lse.
         return sum(result.sin().sum() for result in (plain, *results))
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
@@ -39,7 +39,7 @@ def test_every_option_for_shapes_that_change() -> None:
         leaves = [*tensors, torch.randn(length, keys, requires_grad=True), sinks, slopes]
         outcomes = []
         for function in (step, compiled):
-            # Inductor draws numbers of its own, the seed of dropout too, unless it is told to take torch's.
+            # Inductor draws random numbers of its own, the seed of dropout too, unless told to use torch's.
             with torch._inductor.config.patch(fallback_random=True):
                 torch.manual_seed(3)
                 total = function(*leaves[:4])
@@ -49,7 +49,7 @@ def test_every_option_for_shapes_that_change() -> None:
 
 @pytest.mark.parametrize("mode", ["gradient penalty", "gradient penalty of torch.func", "jvp"])
 def test_training_steps_with_derivatives(mode: str) -> None:
-    """Losses that hold derivatives of attention, each step in one graph."""
+    """Each step is one graph, although its loss contains derivatives of attention."""
     shapes = ((2, 4, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     tangent = torch.randn(shapes[0], dtype=torch.float64)
@@ -93,13 +93,13 @@ def test_calls_of_one_shape_in_float64() -> None:
 
 
 def heads_apart(x: torch.Tensor) -> torch.Tensor:
-    """(B, L, H·D) as a model has it, to (B, H, L, D) without a copy."""
+    """Views a model's (B, L, H·D) as (B, H, L, D), without a copy."""
     return x.unflatten(-1, (4, 16)).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_has_the_bits_of_eager(dtype: torch.dtype) -> None:
-    """Compiled code differs from eager by what surrounds attention: see docs/compile-and-export.md."""
+    """Only the code around attention differs from eager's bits: see docs/compile-and-export.md."""
 
     def train(*rows: torch.Tensor) -> torch.Tensor:
         query, key, value = map(heads_apart, rows)

@@ -1,4 +1,4 @@
-"""The peers of the benchmarks compute what the formula does, and say so where they do not."""
+"""The peers of the benchmarks compute the formula, and refuse the cases that they cannot."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CASES = [
     replace(SMALL, backward=True, graph_kept=True),
 ]
 BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-#: The cases of each, and how many of them it computes; none where it is not installed.
+#: The cases for each peer, and how many of them it computes.
 PEERS = {
     "onnxruntime": (CASES, 9),
     "openvino": (CASES, 8),
     "jax": (CASES, 10),
-    # Every case is compiled, which takes seconds.
+    # Each case is compiled, which takes seconds.
     "flex": ([CASES[2], CASES[5], CASES[7], CASES[10]], 3),
 }
 

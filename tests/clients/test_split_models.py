@@ -1,4 +1,4 @@
-"""Hugging Face models under context_parallel: each rank has a part of the sequence, unchanged otherwise."""
+"""Unchanged Hugging Face models under context_parallel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = 45
 
 
 def compare(name: str, how: dict[str, Any], checkpoints: bool, mesh: bool, padded: int) -> None:
-    """On a rank: the logits of its tokens, and the gradients of all ranks together, are as accurate as with
+    """Runs on a rank: the logits of its tokens, and the gradients of all ranks, are as accurate as with
     transformers' own attention in one process.
     """
     trio = Trio(built(DECODERS[name]()))
@@ -29,7 +29,7 @@ def compare(name: str, how: dict[str, Any], checkpoints: bool, mesh: bool, padde
     ids = torch.randint(3, 90, (2, LENGTH), generator=generator)
     positions = torch.arange(LENGTH).expand(2, -1)
     weights = torch.randn(2, LENGTH, TOKENS, generator=generator, dtype=torch.float64)
-    # From the left, so that tokens would see it; what becomes of it itself is nobody's matter.
+    # The padding is on the left, where tokens would see it. Its own results do not matter.
     mask = torch.ones_like(ids)
     mask[0, :padded] = 0
     weights = weights * mask.unsqueeze(-1)
@@ -53,7 +53,7 @@ def compare(name: str, how: dict[str, Any], checkpoints: bool, mesh: bool, padde
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = part(ids)
         with context_parallel(ways, **how):
-            # The mask says, beside what is padding, that positions jump within a text.
+            # Besides the padding, the mask says that positions jump within a text.
             logits = model(
                 own, position_ids=part(positions), attention_mask=part(mask), use_cache=False
             ).logits
@@ -82,7 +82,7 @@ def test_a_model(name: str, how: dict[str, Any], checkpoints: bool) -> None:
 )
 @pytest.mark.parametrize("name", ["llama gqa", "mistral"])
 def test_padding(name: str, count: int, how: dict[str, Any], mesh: bool, padded: int) -> None:
-    """Some ranks have all of it, and some none."""
+    """Some ranks have all of the padding, and some have none."""
     ranks(count)(compare, name, how, False, mesh, padded)
 
 

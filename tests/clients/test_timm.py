@@ -42,7 +42,7 @@ def test_training(switch: Any) -> None:
 
 
 def test_training_with_dropout_of_attention() -> None:
-    """A call that torch computes by its formula."""
+    """torch itself computes such a call by its formula."""
     network = model(attn_drop_rate=0.2)
     with as_sdpa():
         assert ran.ours(lambda: classify(network, torch.float32).sum().backward()) == (2, 2)

@@ -1,4 +1,4 @@
-"""Models that ask AttentionInterface for an implementation in transformers 5 and do not in 4.57."""
+"""Models that ask AttentionInterface for an implementation in transformers 5, but not in 4.57."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IMAGE = {**_SIZES, "image_size": 16, "patch_size": 4, "use_relative_position_bi
 _DECODER = {**_TEXT, "num_key_value_heads": 2}
 _EXPERTS = {**_DECODER, "num_experts": 2, "num_experts_per_tok": 1}
 
-#: The name of the configuration, and what it takes.
+#: Names of configurations, and their arguments.
 ENCODERS = {
     "Albert": {**_TEXT, "embedding_size": 16},
     "Bert": _TEXT,
@@ -70,7 +70,7 @@ def inputs_of(name: str) -> dict[str, Tensor]:
 
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor], **more: Any) -> Tensor:
-    """Of tokens only."""
+    """Returns the logits outside of the padding."""
     dtype = next(model.parameters()).dtype
     given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     logits: Tensor = model(**given, **more).logits
@@ -111,7 +111,7 @@ def test_generation(name: str) -> None:
 def test_dropout_follows_the_seed(name: str) -> None:
     rate = {"dropout_rate": 0.3} if name == "T5" else {"hidden_dropout_prob": 0.0}
     model = model_of(name, **rate).train()
-    # All other dropout is off, which has the same rate in T5.
+    # All other dropout, which has the same rate in T5, is turned off.
     for module in model.modules() if name == "T5" else ():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -150,7 +150,7 @@ def test_compiled_as_one_graph(name: str) -> None:
 
 
 def test_heads_that_are_masked_or_pruned() -> None:
-    """By arguments that transformers 5 does not have any more."""
+    """Heads are masked and pruned by arguments that transformers 5 no longer has."""
     inputs = inputs_of("T5")
     names = ["head_mask", "decoder_head_mask", "cross_attn_head_mask"] if VERSION < (5, 0) else []
     factors = {name: torch.rand(2, 4) for name in names}
@@ -165,7 +165,7 @@ def test_heads_that_are_masked_or_pruned() -> None:
         factors.clear()
         for model in (models.ours, models.peer, models.exact):
             dtype = model.dtype
-            # Not of the decoder, whose pruned eager attention to the encoder raises.
+            # The decoder is left out, because its pruned eager attention to the encoder raises an error.
             for block in model.encoder.block:
                 block.layer[0].SelfAttention.prune_heads([1])
             model.to(dtype)  # transformers makes the new weights float32

@@ -1,4 +1,4 @@
-"""Text models of transformers on our kernels: logits, gradients and generation as with eager attention."""
+"""Text models of transformers on our kernels: logits, gradients, generation and weights."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_logits_and_gradients(trio: Trio, side: str) -> None:
         grads = gradients(model, (logits * cotangent.to(logits)).sum())
         return {"logits": logits.detach(), **grads}
 
-    # Forward and backward of each layer.
+    # Each layer makes one call forward and one backward.
     trio.check(run, least_calls=2 * LAYERS)
 
 
-# The static caches of 4.57 hold keys and values of one size only, on eager attention too.
+# 4.57's static caches need keys and values of one size, with eager attention, too.
 GENERATED = [
     (name, cache)
     for name in DECODERS
@@ -63,7 +63,7 @@ def test_generation(trio: Trio, side: str, cache: str) -> None:
                 return_dict_in_generate=True,
                 **options,
             )
-        # Tokens of a sequence that took another turn would be judged by other numbers.
+        # The tokens are compared, too, because later logits of different tokens are no judges.
         return {"tokens": result.sequences.double(), "logits": torch.stack(result.logits)}
 
     trio.check(run, least_calls=LAYERS * STEPS)

@@ -1,4 +1,4 @@
-"""Models of transformers with an encoder on our kernels: padding, position bias, cross attention, images."""
+"""Models of transformers with an encoder, on our kernels, for text, images and sound."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TOKENS = {"vocab_size": TOKENS, "pad_token_id": 0}
 class Model:
     config: Callable[[], Any]
     kind: Any
-    #: What it is called with, given a side of padding.
+    #: The inputs, given a side of padding.
     inputs: Callable[[str], dict[str, Tensor]]
-    #: Calls of our operators in a forward and a backward.
+    #: The number of our operators' calls in a forward and a backward.
     calls: int = 4
 
 
@@ -37,7 +37,7 @@ def _text(side: str) -> dict[str, Tensor]:
 
 
 def _pair(side: str) -> dict[str, Tensor]:
-    """A text, and the beginning of another one to go on with."""
+    """Returns a text, and the beginning of another text that the model continues."""
     return {**_text(side), "decoder_input_ids": tokens(length=6) + 1}
 
 
@@ -96,7 +96,7 @@ MODELS = {
         calls=12,
     ),
 }
-# Of this, 4.57 computes weights with its own formula.
+# transformers 4.57 computes this model's weights with its own formula.
 WEIGHTLESS = ["bert"] if VERSION < (5, 0) else []
 TEXT = [name for name, model in MODELS.items() if model.inputs in (_text, _pair)]
 GENERATING = [name for name, model in MODELS.items() if model.inputs in (_pair, _sound)]

@@ -1,4 +1,4 @@
-"""The masks of transformers as rules: the same elements as its own, and no tensor where none is needed."""
+"""transformers' masks as rules: equal elements, and no tensor unless it is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = 2
 
 
 def mask_arguments(queries: int, offset: int, keys: int, key_offset: int, **more: Any) -> dict[str, Any]:
-    """The arguments of a mask function in the version of transformers that is there."""
+    """Returns arguments of a mask function for the installed version of transformers."""
     where: dict[str, Any] = {"q_length": queries, "q_offset": offset, "device": torch.device("cpu")}
     if VERSION < (5, 0):
         where = {"cache_position": torch.arange(queries) + offset}
@@ -31,7 +31,7 @@ def mask_arguments(queries: int, offset: int, keys: int, key_offset: int, **more
 
 
 def padded(length: int, side: str) -> Tensor | None:
-    """(B, length) as transformers gives it to mask functions; "all" hides nothing, "short" ends too early."""
+    """Returns a padding mask (B, length) for mask functions; "all" hides nothing, "short" ends too early."""
     if side == "none":
         return None
     length -= 2 * (side == "short")
@@ -54,7 +54,7 @@ if VERSION >= (5, 0):
     FUNCTIONS["everybody"] = lambda: masking_utils.bidirectional_mask_function
     FUNCTIONS["window to both sides"] = lambda: masking_utils.sliding_window_bidirectional_mask_function(3)
 
-#: queries, offset, keys, key offset: of a prompt, its next part, a step; in static and sliding caches.
+#: (queries, offset, keys, key offset) of prompts, their chunks and steps, also in static and sliding caches.
 PLACES = {
     "prompt": (9, 0, 9, 0),
     "chunk": (4, 5, 9, 0),
@@ -194,7 +194,7 @@ def test_a_prompt_in_chunks(trio: Trio, side: str, cache: str) -> None:
     trio.check(run, least_calls=8)
 
 
-# GPT-OSS does not tell its masks of positions.
+# GPT-OSS does not pass positions to its masks.
 @pytest.mark.parametrize("trio", MODELS[:4], indirect=True)
 def test_packed_sequences(trio: Trio) -> None:
     ids = tokens(batch=1, length=13)
@@ -205,7 +205,7 @@ def test_packed_sequences(trio: Trio) -> None:
             return {"logits": model(ids, position_ids=positions, use_cache=False).logits}
 
     both = trio.check(run)["logits"]
-    # The second sequence is what it is alone.
+    # The second sequence has the results that it has alone.
     with torch.no_grad():
         exact, peer = (model(ids[:, 6:], use_cache=False).logits for model in (trio.exact, trio.peer))
     size = max(float(exact.abs().max()), 1.0)

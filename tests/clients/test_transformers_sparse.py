@@ -1,4 +1,4 @@
-"""Models whose layers choose the keys of each query, by index or by block."""
+"""Models of transformers whose layers choose the keys of each query, by index or by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers that compute attention in ways of their own: right on our kernels, or refused."""
+"""Models of transformers that compute attention themselves: right on our kernels, or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selfattn_ext.integrations import transformers as integration
 _SIZES: dict[str, Any] = {"vocab_size": TOKENS, "hidden_size": 32, "num_attention_heads": 4}
 _TEXT = {**_SIZES, "num_hidden_layers": 2, "intermediate_size": 48}
 
-#: The name of a configuration whose model asks nobody for its attention, and what it takes.
+#: Configurations whose models do not ask the table of attention functions, and their arguments.
 OWN: dict[str, dict[str, Any]] = {
     "Bloom": {**_SIZES, "n_layer": 2, "n_head": 4},
     "Mpt": {"vocab_size": TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4},
@@ -32,7 +32,7 @@ OWN: dict[str, dict[str, Any]] = {
     "MegatronBert": _TEXT,
     "MPNet": _TEXT,
     "Nystromformer": _TEXT,
-    # Tables of classes without one for "sdpa".
+    # These models have tables of classes, but none for "sdpa".
     "GPTJ": {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
     "GPTNeo": {
         "vocab_size": TOKENS,
@@ -45,12 +45,12 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-#: Those of them that ask from some version on: then test_transformers_zoo.py has them.
+#: Later versions of these models ask the table; then test_transformers_zoo.py tests them.
 LATER = ("CodeGen", "GPTJ")
 
 
 def asks(name: str) -> bool:
-    """Whether a model's module knows the table of attention functions."""
+    """Says whether a model's module imports the table of attention functions."""
     return hasattr(sys.modules[getattr(transformers, f"{name}Model").__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -110,7 +110,7 @@ def test_a_model_that_is_let_pass_warns() -> None:
 
 
 def test_a_model_of_a_notebook_is_taken() -> None:
-    """Nobody can read the source of its attention."""
+    """The source of its attention cannot be read."""
     module = types.ModuleType("cells_of_a_notebook")
     sys.modules[module.__name__] = module
     kind = types.new_class("OfANotebook", (transformers.LlamaPreTrainedModel,))
@@ -126,7 +126,7 @@ def test_a_model_of_a_notebook_is_taken() -> None:
 def test_classes_from_a_table(alibi: bool, side: str) -> None:
     config = transformers.FalconConfig(**_SIZES, num_hidden_layers=2, alibi=alibi)
     model = built(config)
-    # With ALiBi transformers' "eager" adds the slopes twice, once to the scores and once by the mask.
+    # With ALiBi, transformers' "eager" adds the slopes twice: to the scores, and by the mask.
     other = "sdpa" if alibi else "eager"
     peer = type(model)._from_config(copy.deepcopy(config), attn_implementation=other).eval()
     peer.load_state_dict(model.state_dict())
@@ -144,17 +144,17 @@ def test_classes_from_a_table(alibi: bool, side: str) -> None:
         assert len(calls) == 2
         assert_accurate("logits", logits, run(exact), run(peer), float(logits.abs().max()), torch.float32)
     if not alibi:
-        # The class computes weights by the formula, and adds the mask to scores there.
+        # The class computes weights by the formula, which adds the mask to the scores.
         size = float(logits.abs().max())
         gathered = run(model, output_attentions=True)
         assert_accurate("with weights", gathered, run(exact), run(peer), size, torch.float32)
 
 
-# Masks that models compute with.
+# Masks that models compute with come next.
 
 
 class Adding(nn.Module):
-    """A layer of a model that computes its own attention, as eager functions do."""
+    """A layer that computes its own attention, as eager functions do."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         scores = query @ key.mT
@@ -195,7 +195,7 @@ def test_a_layer_of_its_own_adds_the_mask(queries: int, function: str, dtype: to
 
 @pytest.mark.parametrize("takes_bool", [True, False])
 def test_a_mask_that_must_be_there_is_there(takes_bool: bool) -> None:
-    """For one query that sees all keys a mask is left out only where the model allows it."""
+    """The mask of one query that sees all keys is left out only if the model allows it."""
     config = DECODERS["llama gqa" if takes_bool else "gpt2"]()
     if takes_bool:
         built(config)
@@ -205,7 +205,7 @@ def test_a_mask_that_must_be_there_is_there(takes_bool: bool) -> None:
         for function in ("causal_mask_function", "bidirectional_mask_function"):
             rule = getattr(masking_utils, function, None)
             if rule is None:
-                continue  # 4.57 knows none for both sides
+                continue  # 4.57 has no bidirectional rule
             mask = integration.mask_function(
                 **mask_arguments(1, 8, 9, mask_function=rule, config=config),
                 allow_is_causal_skip=causal,
@@ -216,12 +216,12 @@ def test_a_mask_that_must_be_there_is_there(takes_bool: bool) -> None:
                 assert mask.shape == (2, 1, 1, 9)
                 assert bool(mask.all()) == takes_bool if mask.dtype == torch.bool else bool((mask == 0).all())
             if not causal and not bidirectional:
-                # A step that may be compiled.
+                # This is a step that may be compiled.
                 assert type(mask) is Tensor
                 assert mask.dtype == (torch.bool if takes_bool else torch.float32)
 
 
-# No mask hides nothing.
+# Calls without a mask hide no key.
 
 
 def test_no_mask_hides_nothing_in_a_layer_that_says_causal() -> None:
@@ -239,13 +239,13 @@ def test_no_mask_hides_nothing_in_a_layer_that_says_causal() -> None:
 
     assert bool((weights(layer) > 0).all())
     assert torch.equal(weights(layer, is_causal=True) > 0, torch.ones(1, 4, 5, 5).tril() > 0)
-    # Where others make the masks they may leave out a causal one.
+    # Other code that makes masks may leave out a causal one.
     other = nn.Module()
     other.is_causal = True
     assert torch.equal(weights(other) > 0, torch.ones(1, 4, 5, 5).tril() > 0)
 
 
-# Weights.
+# The last tests are about weights.
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="4.57 has no such models")
@@ -285,7 +285,7 @@ def test_weights_that_a_model_gathers_by_itself() -> None:
         with kernel_calls() as calls:
             assert model(flattened_patches=patches).attentions is None
         assert not any("weights" in call for call in calls)
-        # A call that fails leaves nothing behind.
+        # A call that fails does not change later calls.
         with pytest.raises(RuntimeError):
             model(flattened_patches=patches[..., :5], output_attentions=True)
         with kernel_calls() as calls:

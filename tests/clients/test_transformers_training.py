@@ -1,4 +1,4 @@
-"""Training models of transformers on our kernels: dropout, checkpointing, torch.compile; and registration."""
+"""Training of transformers models on our kernels, torch.compile, registration, and arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @pytest.fixture
 def dropping() -> nn.Module:
-    """A model in training that drops attention weights and nothing else."""
+    """Returns a model in training that drops attention weights and nothing else."""
     config = DECODERS["llama gqa"]()
     config.attention_dropout = 0.5
     return built(config).train()
@@ -78,7 +78,7 @@ def test_dropout_leaves_the_mean(dropping: nn.Module) -> None:
     many = [
         integration.attention_forward(layer, query, key, value, None, dropout=0.5)[0] for _ in range(draws)
     ]
-    # With p = 1/2 the variance of a draw is the sum of the squared weights, at most 1.
+    # With p = 1/2, a draw's variance is the sum of the squared weights, which is at most 1.
     torch.testing.assert_close(torch.stack(many).mean(0), torch.ones(1, 5, 4, 8), atol=5 / draws**0.5, rtol=0)
 
 
@@ -89,7 +89,7 @@ def test_gradient_checkpointing(dropping: nn.Module, reentrant: bool) -> None:
     dropping.enable_input_require_grads()
     with kernel_calls() as calls:
         again = training_step(dropping)
-    assert len(calls) == 2 * 3  # forward, forward once more, backward
+    assert len(calls) == 2 * 3  # per layer: forward, recomputed forward, backward
     assert same(plain, again)
 
 
@@ -126,7 +126,7 @@ def test_compiled_as_one_graph(side: str) -> None:
 
 
 def test_compiled_layer_by_layer() -> None:
-    """The mask, made outside, is an argument of each graph; other lengths and paddings are no new ones."""
+    """The mask is made outside and is an argument of each graph, which serves all lengths and paddings."""
     torch._dynamo.reset()
     model = built(DECODERS["mistral"]())
     graphs: list[int] = []
@@ -159,7 +159,7 @@ def test_example(cache: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert len(calls) == 2 * 4
     printed = capsys.readouterr().out
     assert printed.endswith("the tokens are the same\n")
-    # Printable characters alone, as they are.
+    # The example prints only printable characters, without escapes.
     assert re.search(r"^  'Attention is' -> (['\"])[ -~]{4,7}\1$", printed, re.MULTILINE)
     assert "\\x" not in printed
 
@@ -210,7 +210,7 @@ def test_importing_the_package_does_not_import_transformers() -> None:
 
 
 def test_an_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers puts another module of its name there at times.
+    # transformers sometimes replaces its module in sys.modules.
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.53.1")
     with pytest.raises(ImportError, match=r"4\.57 or newer is needed, this is 4\.53\.1: pip install"):
         integration.register()
@@ -265,7 +265,7 @@ def test_chosen_keys() -> None:
     chosen = torch.zeros(2, 5, 7).scatter(-1, indices, 1).bool()[:, None]
     assert torch.equal(weights > 0, (chosen & mask.dense()).expand_as(weights))
     torch.testing.assert_close(out, (weights @ v.repeat_interleave(2, 1)).transpose(1, 2))
-    # Padding of the list and repetitions change nothing.
+    # Padding in the list of indices, and repeated indices, change nothing.
     longer = torch.cat([indices, torch.full((2, 5, 1), -1), indices[..., :1]], -1).int()
     again, _ = integration.attention_forward(layer(), q, k, v, mask, indices=longer, output_attentions=True)
     assert torch.equal(again, out)
@@ -274,7 +274,7 @@ def test_chosen_keys() -> None:
 
 
 def test_chosen_blocks() -> None:
-    """Blocks of 3 of 7 keys, other ones for each of two groups of heads."""
+    """The 7 keys are in blocks of 3, and two groups of heads choose different blocks."""
     q, k, v = heads(4, 5), heads(2, 7), heads(2, 7, 6)
     mask = PositionalMask((2, 5, 7), (-1, 0), 2, None, "cpu")
     indices = torch.tensor([[0, -1], [2, 0], [1, 1], [2, -1], [-1, -1]])
@@ -295,7 +295,7 @@ def test_chosen_blocks() -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 def test_what_sdpa_of_transformers_cannot(name: str) -> None:
-    """It refuses GPT-OSS, and drops Gemma 2's softcap or, of late, refuses it."""
+    """It refuses GPT-OSS. It ignores Gemma 2's softcap in 4.57, and refuses it from 5 on."""
     model = built(DECODERS[name]())
     ids = tokens()
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""Every architecture that the installed transformers knows: right on our attention, or refused in a sentence.
+"""Every architecture of the installed transformers is right on our attention, or refused.
 
-`python scripts/transformers_table.py` walks the same way, and writes docs/transformers-architectures.md.
+`python scripts/transformers_table.py` judges the same architectures, and writes
+docs/transformers-architectures.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import transformers
 import turns
 
 if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("the walk goes by the configurations of transformers 5", allow_module_level=True)
+    pytest.skip("the zoo needs the configurations of transformers 5", allow_module_level=True)
 
 import zoo_judge
 import zoo_models
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 
 from selfattn_ext.integrations import transformers as integration
 
-#: How many turns it takes .ci/run to walk through all of them.
+#: The number of turns of .ci/run that together judge all architectures.
 TURNS = 3
 ARCHITECTURES = [
     pytest.param(name, marks=turns.only_in(number % TURNS, TURNS))
@@ -38,14 +39,14 @@ def test_right_or_refused(model_type: str) -> None:
     "model_type", ["llama", "bert", "t5", "whisper", "gpt_oss", "qwen2_vl", "clip", "vit", "mamba"]
 )
 def test_the_walk_reaches(model_type: str) -> None:
-    """What must never fall out of the walk without a word."""
+    """These architectures must not silently drop out of the list."""
     verdict = zoo_judge.judged(model_type)
     assert verdict.outcome == ("no attention" if model_type == "mamba" else "served"), verdict.line()
     assert verdict.generates == (model_type not in ("clip", "vit", "mamba"))
 
 
 def test_a_wrong_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causality lost, and padding seen, are noticed by the judge."""
+    """The judge notices if attention is not causal, and if it sees padding."""
     seeing = integration.attention_forward
 
     def blind(module, query, key, value, attention_mask, **more):  # type: ignore[no-untyped-def]

@@ -1,4 +1,7 @@
-"""What lets torchvision be imported beside a torch for the CPU: in every process that imports clients."""
+"""Operators that let torchvision be imported with a torch for the CPU.
+
+Every process that imports clients imports this module.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import torch
 
 
 def declare_operators_of_torchvision() -> torch.library.Library | None:
-    """Declares operators whose library, PyPI's for CUDA, does not load beside a torch for the CPU.
+    """Declares operators whose library on PyPI is for CUDA and does not load with a torch for the CPU.
 
-    timm needs torchvision, but only what is Python in it, whose import fails where these two are unknown.
+    timm needs only the Python code of torchvision, whose import fails if these two operators are unknown.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
-        return None  # the test that needs it says so
+        return None  # the test that needs torchvision reports that it is missing
     try:
         for library in Path(spec.origin).parent.glob("_C*.so"):
             torch.ops.load_library(library)
@@ -27,4 +30,4 @@ def declare_operators_of_torchvision() -> torch.library.Library | None:
     return None
 
 
-_OPERATORS = declare_operators_of_torchvision()  # they are there as long as the object
+_OPERATORS = declare_operators_of_torchvision()  # the operators exist as long as this object

@@ -1,4 +1,4 @@
-"""A training step of a model, as numbers to compare: what it gives and the gradient of every parameter."""
+"""A training step of a model: its output and the gradients of all parameters, to be compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = Callable[[nn.Module, torch.dtype], Tensor]
 
 
 def step(model: nn.Module, call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients of a copy of the model in that dtype."""
+    """Returns the output and gradients of a copy of the model in that dtype."""
     model = copy.deepcopy(model).to(dtype)
     torch.manual_seed(0)
     out = call(model, dtype)
@@ -24,7 +24,7 @@ def step(model: nn.Module, call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def check(model: nn.Module, call: Call, switch: Callable[[], Any]) -> None:
-    """Asserts that a step is as accurate with the switch as torch's own, and the output in evaluation too."""
+    """Asserts that a step with the switch is as accurate as torch's own, in output and gradients."""
     exact, peer = step(model, call, torch.float64), step(model, call, torch.float32)
     with switch():
         ours = step(model, call, torch.float32)
@@ -32,8 +32,8 @@ def check(model: nn.Module, call: Call, switch: Callable[[], Any]) -> None:
     sizes = {name: float(numbers.abs().max().clamp(min=1e-30)) for name, numbers in exact.items()}
     largest = max(size for name, size in sizes.items() if name != "out")
     for name, result in ours.items():
-        # Gradients of such losses are small numbers, each a sum of many: the bound is of their own size. One
-        # that is 0 but for float64's rounding errors, as that of a number which all keys share, has no size:
-        # torch's error in it is one draw of noise, and its terms are as large as those of other gradients.
+        # Gradients of such losses are small sums of many numbers, so the bound is relative to their own size.
+        # A gradient that is 0 except for float64's rounding errors, like that of a bias that all keys share,
+        # has no such size: torch's error in it is noise, and its terms are as large as those of others.
         size = sizes[name] if sizes[name] > 1e-12 * largest else largest
         assert_accurate(name, result / size, exact[name] / size, peer[name] / size, 8.0)

@@ -1,8 +1,8 @@
-"""Small models of Hugging Face transformers with random weights, and how they are judged.
+"""Small models of Hugging Face transformers with random weights, and their judges.
 
-The judge is the model in float64 with attention by the formula below, which keeps to float64 throughout:
-transformers' own eager functions take the softmax in float32 and give NaN for padded float64 models. The peer
-is "eager" in the tested dtype.
+The judge is the model in float64, with attention by the formula below, which stays in float64:
+transformers' own eager functions compute the softmax in float32, and give NaN for padded float64 models.
+The peer is "eager" in the tested dtype.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: transformers.Gemma2Config(**_GEMMA, attn_logit_softcapping=0.5),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GEMMA, layer_types=_LAYERS),
     "gpt-oss": lambda: transformers.GptOssConfig(**_NARROW, num_local_experts=2, num_experts_per_tok=1),
-    # Without experts, whose float64 4.57 does not have.
+    # This model has no experts, because 4.57 cannot compute experts in float64.
     "deepseek-v3": lambda: transformers.DeepseekV3Config(
         **{**_SIZES, "num_key_value_heads": 4},
         q_lora_rank=16,
@@ -100,7 +100,7 @@ def formula(
     block_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as textbooks have it, in the dtype of the query."""
+    """Computes attention as in textbooks, in the dtype of the query."""
     assert dropout == 0
     if scaling is None:
         scaling = query.size(-1) ** -0.5
@@ -131,7 +131,7 @@ AttentionMaskInterface.register(FORMULA, eager_mask)
 
 
 def randomized(model: nn.Module) -> nn.Module:
-    """Weights large enough for attention to matter: the initial ones make all scores nearly equal."""
+    """Sets weights so large that attention matters: with initial weights, all scores are nearly equal."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,15 +143,15 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def built(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> nn.Module:
-    """A model of the configuration on our attention."""
+    """Builds a model of the configuration on our attention."""
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"  # the others have no float64
+        config._experts_implementation = "eager"  # the other implementations have no float64
     torch.manual_seed(0)
     return randomized(kind.from_config(config, attn_implementation=NAME))
 
 
 class Trio:
-    """A model on our attention, its peer on eager, and its judge in float64 on the formula."""
+    """A model on our attention, its peer on eager attention, and its judge in float64 on the formula."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         model = model.to(dtype)
@@ -161,7 +161,7 @@ class Trio:
         self.dtype = dtype
 
     def check(self, run: Callable[[nn.Module], dict[str, Tensor]], least_calls: int = 1) -> dict[str, Tensor]:
-        """Asserts that what ``run`` makes of the model is as accurate as with eager, and by our kernels."""
+        """Asserts that ``run`` calls our kernels, and gives results as accurate as with eager attention."""
         with kernel_calls() as calls:
             ours = run(self.ours)
         assert len(calls) >= least_calls, f"{len(calls)} calls of our operators"
@@ -173,8 +173,8 @@ class Trio:
         for name, result in ours.items():
             size = sizes[name]
             if name.startswith("grad of") and size <= 1e-12 * largest:
-                # 0 but for float64's rounding, as that of a bias of keys: eager's error in it is one draw of
-                # noise, and its terms are as large as those of other gradients.
+                # This gradient is 0 except for float64's rounding, like a key bias's: eager's error in it is
+                # noise, and its terms are as large as other gradients' terms.
                 size = largest
             assert_accurate(name, result, exact[name], peer[name], max(size, 1.0), self.dtype)
         return ours
@@ -184,7 +184,7 @@ def as_implementation(model: nn.Module, name: str) -> nn.Module:
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return model
-    # Those of 4.57 that keep what they were built with. "sdpa" stays in float64, where they have it.
+    # Some models of 4.57 keep the attention they were built with. Their "sdpa", if any, stays in float64.
     name = "sdpa" if name == FORMULA and model._supports_sdpa else "eager"
     other = type(model)._from_config(model.config, attn_implementation=name)
     other.load_state_dict(model.state_dict())
@@ -193,7 +193,7 @@ def as_implementation(model: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def kernel_calls() -> Iterator[list[str]]:
-    """The names of our operators in the order in which they are called."""
+    """Records the names of our operators in the order of their calls."""
     called: list[str] = []
 
     class Record(TorchDispatchMode):
@@ -213,7 +213,7 @@ def tokens(batch: int = 2, length: int = 11) -> Tensor:
 
 
 def padding(ids: Tensor, side: str) -> Tensor:
-    """An attention mask that hides three tokens of the first sequence."""
+    """Returns an attention mask that hides three tokens of the first sequence."""
     mask = torch.ones_like(ids)
     if side == "left":
         mask[0, :3] = 0
@@ -223,7 +223,7 @@ def padding(ids: Tensor, side: str) -> Tensor:
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradients of all parameters, scaled to a common size."""
+    """Returns the gradients of all parameters, by "grad of" and the parameter's name."""
     model.zero_grad()
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

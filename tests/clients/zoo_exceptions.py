@@ -1,4 +1,4 @@
-"""What the rules of zoo_models.py cannot know of single model types: numbers that depend on one another."""
+"""Numbers of single model types for which zoo_models.py has no rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GEMMA_3N = {
 _KEYPOINTS = {"keypoint_threshold": 0.0, "max_keypoints": 12}
 _CODEBOOK = {"<image>": 200, **{f"IMGIMG{letter}Z": 201 + index for index, letter in enumerate("ABCD")}}
 
-#: model type -> what its small configuration has beside what the rules make, wherever it stands.
+#: model type -> fields of its small configuration, alone or in another one, that the rules do not give.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {**_HYBRID, "attn_layer_indices": [1]},
     "blip-2": {"image_token_index": 250},

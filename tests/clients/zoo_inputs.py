@@ -1,7 +1,7 @@
-"""What a model of the zoo is called with: tensors made by the names of the parameters of its forward.
+"""Inputs for the models of the zoo, made from the names of their forward's parameters.
 
-A name may stand for more than one kind of tensor ("pixel_values" is an image, a video or a list of patches):
-each has its ways, tried in turn until eager attention takes one.
+A name may mean several kinds of tensors ("pixel_values" is an image, a video or a list of patches). Each name
+has a list of ways to make the tensor, which are tried until eager attention takes one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(model.forward).parameters)
 
 
-#: What is given beside the main input and what has no default, the first set that works.
+#: Sets of inputs besides the main input and the required ones; the first set that works is taken.
 _BESIDE: tuple[tuple[str, ...], ...] = (
     (),
     ("decoder_input_ids",),
@@ -57,7 +57,7 @@ _MOST_WAYS = 24
 
 
 def candidates(model: nn.Module) -> Iterator[Inputs]:
-    """Sets of inputs, the simplest first: the first one that eager attention takes is the model's own."""
+    """Yields sets of inputs, the simplest first; a model gets the first set that eager attention takes."""
     accepted = parameters(model)
     main = getattr(model, "main_input_name", "input_ids")
     needed = set(main if isinstance(main, list) else [main])
@@ -81,7 +81,7 @@ def candidates(model: nn.Module) -> Iterator[Inputs]:
 
 
 def find(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of the names that the configuration, or else one within it, has."""
+    """Returns the value of the first of the names in the configuration, or else in one within it."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -95,7 +95,7 @@ def find(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def whole(value: Any) -> int:
-    """A number that some configurations keep once per axis."""
+    """Returns a number of which some configurations have one per axis."""
     return int(value[-1]) if isinstance(value, (list, tuple)) else int(value)
 
 
@@ -110,7 +110,7 @@ def ids(length: int = LENGTH, seed: int = 2, most: int = VOCABULARY - 40) -> Ten
 
 
 def _ways(name: str, config: Any) -> Ways:
-    """Ways to make the input of this name, the usual one first; none for a name that nobody knows."""
+    """Returns ways to make the input of this name, the usual one first, or none for an unknown name."""
     for names, make in _KNOWN:
         if name in names:
             return make(name, config)
@@ -216,7 +216,7 @@ def _exactly(value: Callable[[Any], Any]) -> Callable[[str, Any], Ways]:
 
 
 def _flattened(config: Any) -> Tensor:
-    """Patches as Pix2Struct has them, each with its row and column in front."""
+    """Returns Pix2Struct's patches, each with its row and column in front."""
     width = config.vision_config.patch_embed_hidden_size if hasattr(config, "vision_config") else 64
     place = torch.stack([torch.arange(16) // 4, torch.arange(16) % 4], -1) + 1.0
     return torch.cat([place.expand(BATCH, 16, 2), random(BATCH, 16, width)], -1)
@@ -262,9 +262,9 @@ _KNOWN: list[tuple[tuple[str, ...], Callable[[str, Any], Ways]]] = [
 
 
 def padded(inputs: Inputs, accepted: dict[str, Any]) -> Iterator[tuple[str, Inputs, Inputs | None]]:
-    """Paddings of the first row: which, the inputs with it, and those with other tokens where it is.
+    """Yields paddings of the first row: the name, the inputs with it, and inputs with other hidden tokens.
 
-    The last tells which rows are those of padding: queries without any key to see may come out differently.
+    The last inputs tell which rows are padding, where queries that see no key may have different results.
     """
     text = inputs.get("input_ids")
     if text is not None and text.dim() == 2 and text.shape[0] == BATCH and "attention_mask" in accepted:

@@ -1,4 +1,4 @@
-"""An architecture of transformers on our attention beside itself on eager, with the same weights."""
+"""The judge of the zoo: an architecture on our attention against itself on eager attention."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NAME = "selfattn_ext"
 TOLERANCE = 2e-4
 STEPS = 4
 
-#: Where the judge is not "eager" throughout, which is wrong there by itself.
+#: Architectures whose judge is not "eager" throughout, because "eager" itself is wrong there.
 AS_SDPA: dict[str, dict[str, str]] = {
-    # Their text model gets a bool mask, which "eager" adds to the scores as 0 and 1.
+    # Their text models get a bool mask, which "eager" adds to the scores as 0 and 1.
     "grounding-dino": {"": "eager", "text_config": "sdpa", "backbone_config": "eager"},
     "mm-grounding-dino": {"": "eager", "text_config": "sdpa", "backbone_config": "eager"},
 }
@@ -34,7 +34,7 @@ AS_SDPA: dict[str, dict[str, str]] = {
 
 @dataclasses.dataclass
 class Verdict:
-    """What came out of one architecture."""
+    """The result of judging one architecture."""
 
     model_type: str
     outcome: str = "not built"
@@ -56,7 +56,7 @@ class Verdict:
 
 
 class Counter(TorchDispatchMode):
-    """How often our operators are called, and how often a softmax or attention of torch's."""
+    """Counts calls of our operators, and calls of torch's own softmax and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Counter(TorchDispatchMode):
 
 
 def _is_attention(scores: Tensor) -> bool:
-    """Whether a softmax is one over keys, and not one over experts."""
+    """Says whether a softmax is over keys, and not over experts."""
     return scores.dim() >= 4 or (scores.dim() == 3 and scores.shape[0] > zoo_inputs.BATCH)
 
 
@@ -97,7 +97,7 @@ def run(model: nn.Module, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
 
 
 def difference(ours: Tensor, eager: Tensor, rows: Tensor | None = None) -> float:
-    """The largest difference in the chosen rows, in units of the largest number (at least 1)."""
+    """Returns the largest difference in the chosen rows, relative to the largest number (at least 1)."""
     if ours.shape != eager.shape:
         return float("inf")
     if eager.numel() == 0:
@@ -115,10 +115,10 @@ def difference(ours: Tensor, eager: Tensor, rows: Tensor | None = None) -> float
 
 
 def unaffected_rows(eager: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Which rows of each result do not change with what padding hides.
+    """Says which rows of each result do not change with the hidden tokens.
 
-    The others are those of padding: a query that sees no key has output 0 on our attention, and the mean of
-    all values on eager.
+    The other rows are padding: a query that sees no key has output 0 on our attention, and the mean of all
+    values on eager attention.
     """
     rows: dict[str, Tensor] = {}
     for name, result in eager.items():
@@ -131,7 +131,7 @@ def unaffected_rows(eager: dict[str, Tensor], other: dict[str, Tensor]) -> dict[
 
 
 class Forced(LogitsProcessor):  # type: ignore[misc]
-    """The same tokens for every model, so that a tie does not send two of them different ways."""
+    """Forces the same tokens on every model, so that a tie does not make two models diverge."""
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         forced = torch.full_like(scores, -torch.inf)
@@ -215,7 +215,7 @@ class Judge:
             self.verdict.checks["build"] = self.told(error)
 
     def find_inputs(self) -> str:
-        """Sets the inputs that eager attention takes; else tells why there are none."""
+        """Sets the inputs that eager attention takes, or returns why there are none."""
         reasons: list[str] = []
         for inputs in zoo_inputs.candidates(self.eager):
             try:
@@ -239,7 +239,7 @@ class Judge:
         call: Callable[[nn.Module], dict[str, Tensor]],
         other: Callable[[nn.Module], dict[str, Tensor]] | None = None,
     ) -> dict[str, Tensor] | None:
-        """Judges one call; ``other`` is the same with other hidden tokens."""
+        """Judges one call; ``other`` is the same call with other hidden tokens."""
         counter = Counter()
         try:
             with counter:
@@ -256,11 +256,11 @@ class Judge:
             self.verdict.checks[check] = self.told(error)
             return eager
         self.verdict.calls += counter.ours
-        if check != "attentions":  # for which a model may take the formula
+        if check != "attentions":  # a model may compute attentions by the formula
             before = self.verdict.softmaxes
             self.verdict.softmaxes = (before[0] + softmaxes, before[1] + counter.softmaxes)
         missing = sorted(set(eager) - set(ours))
-        if check != "attentions":  # which eager may return without being asked
+        if check != "attentions":  # eager may return attentions without being asked
             missing = [name for name in missing if "attentions" not in name]
         shared = [name for name in eager if name in ours]
         apart = {name: difference(ours[name], eager[name]) for name in shared}
@@ -288,7 +288,7 @@ class Judge:
     def noise(
         self, call: Callable[[nn.Module], dict[str, Tensor]], eager: dict[str, Tensor], name: str
     ) -> float:
-        """How far eager attention is from itself when the weights are rounded differently."""
+        """Returns how far eager attention is from itself if the weights are rounded differently."""
         generator = torch.Generator().manual_seed(9)
         shaken = copy.deepcopy(self.eager)
         with torch.no_grad():
@@ -375,7 +375,7 @@ class Judge:
 
 
 def judged(model_type: str) -> Verdict:
-    """The verdict on an architecture, in a process that has registered our attention."""
+    """Registers our attention and returns the verdict on an architecture."""
     integration.register(NAME)
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():

@@ -1,8 +1,8 @@
-"""A small model of every architecture that the installed transformers knows, from its configuration alone.
+"""A small model of every architecture of the installed transformers, from its configuration.
 
-No architecture is described here. Its default configuration is made, every number in it is cut down by what
-its name says (a width, a number of layers, of heads, of tokens), sub-configurations likewise, and the class
-is called again with what came out. :data:`EXCEPTIONS` has what names cannot tell.
+No architecture is described here. Its default configuration is made, each number in it and in its
+sub-configurations is cut down by the meaning of its name (a width, a number of layers, of heads, of tokens),
+and the class is called again with these numbers. :data:`EXCEPTIONS` has what names cannot tell.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POSITIONS = 128
 EXPERTS = 4
 MOST_PARAMETERS = 150e6
 
-#: The kinds of models in the order of preference: what generates has most to be judged.
+#: Kinds of models in the order of preference: models that generate give most to judge.
 KINDS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
@@ -47,7 +47,7 @@ KINDS = (
 
 
 def kinds(config_class: Any) -> list[Any]:
-    """The classes of models of a configuration, the first one preferred."""
+    """Returns the model classes of a configuration, the preferred one first."""
     found: list[Any] = []
     every = [name for name in vars(modeling_auto) if name.endswith("_MAPPING") and name not in KINDS]
     for name in (*KINDS, *every):
@@ -65,7 +65,7 @@ def kinds(config_class: Any) -> list[Any]:
 
 
 def _parts(config_class: Any) -> list[Any]:
-    """The classes of a part of other models, which no mapping has: those that take its configuration."""
+    """Returns the classes that take a configuration of a part of other models, which no mapping has."""
     try:
         module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
     except ImportError:
@@ -82,7 +82,7 @@ def _parts(config_class: Any) -> list[Any]:
 
 
 def _annotated(model_class: Any) -> Any:
-    """The configuration that the class says it has, in transformers 5 by an annotation."""
+    """Returns the configuration that a model class names, in transformers 5 by an annotation."""
     said = vars(model_class).get("__annotations__", {}).get("config")
     return (
         getattr(importlib.import_module(model_class.__module__), said, None)
@@ -92,11 +92,11 @@ def _annotated(model_class: Any) -> Any:
 
 
 def architectures() -> list[str]:
-    """The model types of all configurations, as transformers orders them."""
+    """Returns the model types of all configurations, in transformers' order."""
     return list(configuration_auto.CONFIG_MAPPING_NAMES)
 
 
-# What a number means by its name; the first pattern that matches the whole name decides.
+# The rules tell a number's meaning by its name; the first pattern that matches the whole name decides.
 _SAME = object()
 _RULES: list[tuple[str, Any]] = [
     (r"(num_feat_extract|max_depth|num_conv|vision_feature|num_feature).*", _SAME),
@@ -139,10 +139,10 @@ _TOKEN = re.compile(r".*_(token|token_id|token_ids|token_index|token_idx|tokens_
 
 
 class NotBuilt(Exception):
-    """An architecture of which nothing small could be made, and why."""
+    """Says why no small model of an architecture could be made."""
 
 
-#: What stands for None where a model needs a number.
+#: Numbers that replace None, because a model needs them.
 _MISSING = {
     "head_dim": HEAD_DIM,
     "num_key_value_heads": HEADS,
@@ -155,7 +155,7 @@ _MISSING = {
 
 
 def shrunk(config: Any, tokens: dict[int, int] | None = None, wide: bool = False) -> Any:
-    """A configuration of the same class, small.
+    """Returns a small configuration of the same class.
 
     Args:
         config: as its class makes it.
@@ -199,7 +199,7 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _chosen_layers(given: dict[str, Any]) -> list[int] | None:
-    """Which layers stay: one of each kind, two at least."""
+    """Returns the layers to keep: one of each kind, and at least two."""
     count = next(
         (v for n in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(v := given.get(n), int)), 0
     )
@@ -268,7 +268,7 @@ def _small_token(value: Any, tokens: dict[int, int]) -> Any:
 
 
 def _with_sections(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters whose sections for time, height and width fit the small heads."""
+    """Returns rotary parameters whose sections for time, height and width fit the small heads."""
     if rope and all(isinstance(one, dict) for one in rope.values()):
         return {name: _with_sections(one) for name, one in rope.items()}
     half = int(HEAD_DIM * (rope.get("partial_rotary_factor") or 1)) // 2
@@ -277,7 +277,7 @@ def _with_sections(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def randomized(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Weights large enough for attention to matter: the initial ones make all scores nearly equal."""
+    """Sets weights so large that attention matters: with initial weights, all scores are nearly equal."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     with torch.no_grad():
@@ -309,7 +309,7 @@ def last_line(error: BaseException) -> str:
 
 
 def built(config: Any, kind: Any, implementation: str) -> nn.Module:
-    """A model of the class on an attention implementation, with the same weights each time."""
+    """Builds a model of the class on an attention implementation, with the same weights each time."""
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation=implementation)
     return randomized(model.float())

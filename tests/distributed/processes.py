@@ -1,4 +1,4 @@
-"""Processes of one group of torch.distributed, which compute what tests ask them for."""
+"""Processes of one torch.distributed group that run functions for tests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = ["torch", "torch.testing", "torch.distributed.tensor", "selfattn_ext.distributed"]
-#: How long they wait for each other.
+#: How many seconds the processes wait for each other.
 TIMEOUT = 60
 
 
 class Processes:
-    """So many ranks. A call gives (function, arguments) to all of them, and returns what each returns."""
+    """``count`` ranks. A call passes (function, arguments) to all of them and returns their results."""
 
     def __init__(self, count: int, folder: Path, timeout: float = TIMEOUT) -> None:
-        # All are forks of a process that has imported what takes seconds, and computed nothing.
+        # All are forks of a process that has done the slow imports and computed nothing.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._ends, others = zip(*(context.Pipe() for _ in range(count)), strict=True)
@@ -37,7 +37,7 @@ class Processes:
             process.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The results of the ranks. Raises what the first of them that fails raises."""
+        """Returns the ranks' results, or raises the error of the first rank that fails."""
         answers = self.outcomes(function, *arguments)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -45,7 +45,7 @@ class Processes:
         return answers
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What each rank returns or raises."""
+        """Returns each rank's result or error."""
         for end in self._ends:
             end.send((function, arguments))
         return [_answer(end) for end in self._ends]
@@ -57,7 +57,7 @@ class Processes:
 
 
 def _answer(end: Connection) -> Any:
-    """What a rank sends, or EOFError of one that is gone."""
+    """Returns a rank's answer, or EOFError if the rank has ended."""
     try:
         return end.recv()
     except EOFError as error:
@@ -85,7 +85,7 @@ def _serve(rank: int, count: int, store: Path, timeout: float, end: Connection) 
 
 @contextlib.contextmanager
 def group_of(count: int, timeout: float = TIMEOUT) -> Iterator[Processes]:
-    """So many ranks for a test of their own."""
+    """Gives one test ``count`` ranks of its own."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = Processes(count, Path(folder), timeout)
         try:
@@ -96,5 +96,5 @@ def group_of(count: int, timeout: float = TIMEOUT) -> Iterator[Processes]:
 
 @cache
 def ranks(count: int) -> Processes:
-    """So many ranks that tests of one process share: starting them takes seconds."""
+    """Returns ``count`` ranks that tests of one process share, because starting ranks takes seconds."""
     return Processes(count, Path(tempfile.mkdtemp()))

@@ -1,4 +1,4 @@
-"""What one rank does otherwise than the others: each of them gets an error that names it, and none waits."""
+"""If one rank calls differently, every rank gets an error that names it, and none waits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def with_a_tangent(attention: Callable[..., Any]) -> None:
 
 
 def dense_calls(name: str) -> dict[str, tuple[Call, str]]:
-    """What is wrong with one rank's call of a function -> (that call, what its own error says)."""
+    """Returns the name of each mistake -> (one rank's wrong call, what its own error says)."""
     attention = getattr(distributed, name)
     options: dict[str, tuple[dict[str, Any], str]] = {
         "layout": ({"layout": "stripes"}, "layout must be one of zigzag, contiguous, head-tail"),
@@ -155,7 +155,7 @@ def rotary() -> None:
 
 
 def block_calls() -> dict[str, tuple[Call, str]]:
-    """In a block of context_parallel."""
+    """Returns wrong calls in a block of context_parallel, named by their mistakes."""
     attention, varlen = selfattn_ext.scaled_dot_product_attention, selfattn_ext.varlen_attention
     packed = (ROWS, ROWS, ROWS, STARTS)
     found: dict[str, tuple[Call, str]] = {
@@ -225,7 +225,7 @@ def wrong_calls(name: str) -> dict[str, tuple[Call, str]]:
 
 
 def one_rank_calls_otherwise(name: str, what: str) -> tuple[float, str]:
-    """On a rank: after how long it has an error, and which."""
+    """Runs on a rank; returns after how long it got an error, and its text."""
     good = good_calls()[name]
     call = wrong_calls(name)[what][0] if dist.get_rank() == 1 else good
     said = ""
@@ -235,14 +235,14 @@ def one_rank_calls_otherwise(name: str, what: str) -> tuple[float, str]:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     took = time.monotonic() - begin
-    # And the group is as before.
+    # The group works as before.
     good()
     return took, said
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    """A pair that has no other group than the default one, and is not left to others broken."""
+    """Two ranks with the default group alone, which no other module can find broken."""
     with group_of(2, timeout=10) as processes:
         yield processes
 
@@ -265,7 +265,7 @@ def test_one_rank_is_refused(two: Processes, name: str, what: str) -> None:
     [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:gloo", "cpu")],
 )
 def test_where_calls_are_compared(backends: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU where the group can: no GPU is waited for, and tensors of one rank may be elsewhere."""
+    """If the group can, ranks compare calls on the CPU: no GPU is waited for, and tensors may be anywhere."""
     monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert agreement._device_of(None) == torch.device(device)

@@ -1,4 +1,4 @@
-"""Attention split over processes: results and gradients of one process, whatever the option and the cut."""
+"""Split attention has one process's results and gradients, with every option and layout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.distributed import init_device_mesh
 from selfattn_ext import distributed
 from selfattn_ext.distributed.row_layout import Layout, put_rows
 
-# The ranks of a process are started once.
+# One group keeps these tests in one process, which starts its ranks once.
 pytestmark = pytest.mark.xdist_group("split_attention")
 
 SMALL = Case(queries=37, keys=37, head_dim=8, value_dim=5, lse=True, dtype=torch.float64)
 
-#: What is split, each with other options; between them they have all.
+#: Calls to be split, which together have all options.
 CASES = [
     dataclasses.replace(SMALL, **options)
     for options in (
@@ -43,7 +43,7 @@ CASES = [
     )
 ]
 
-#: The ways to split a sequence: what the functions take.
+#: The ways to split a sequence, as the functions take them.
 WAYS: dict[str, dict[str, Any]] = {
     f"{name} {layout}" + (f" {rotate}" if name == "ring" else ""): {
         "name": name,
@@ -56,12 +56,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 BOTH = {"name": "both", "layout": "zigzag", "rotate": "p2p"}
 
-#: The dimension of the sequence in what a case has.
+#: The sequence's dimension in the tensors of a case.
 ROWS = {"query": 2, "key": 2, "value": 2, "out": 2, "lse": 2, "attn_mask": -2}
 
 
 def split_results(case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
-    """On a rank: its part of results and gradients of a case."""
+    """Runs on a rank; returns its part of a case's results and gradients."""
     how = dict(way)
     name = how.pop("name")
     function = distributed.ring_attention if name == "ring" else distributed.ulysses_attention
@@ -97,7 +97,7 @@ def split_results(case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def joined(parts: list[dict[str, Tensor]], case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
-    """The whole of what ranks have parts of; of what all have whole, the sum."""
+    """Joins tensors of which ranks have parts, and sums tensors that every rank has whole."""
     found = {}
     for name, first in parts[0].items():
         of_ranks = [part[name] for part in parts]
@@ -126,7 +126,7 @@ def check_split(case: Case, way: dict[str, Any], count: int) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_of_one_process(case: Case) -> None:
-    """Every option, and every way with some of the cases."""
+    """All options occur, and each way to split with some of the cases."""
     number = CASES.index(case)
     check_split(case, WAYS[[*WAYS][number % len(WAYS)]], 2 + number % 2)
 

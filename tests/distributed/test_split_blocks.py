@@ -1,4 +1,4 @@
-"""context_parallel: attention that knows nothing of ranks, with the result and gradients of one process."""
+"""context_parallel: code that ignores ranks gets the results and gradients of one process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def model() -> nn.ModuleList:
 
 
 def compare(call: Callable[[Tensor, nn.Module], Tensor], how: dict[str, Any]) -> None:
-    """On a rank: its rows, and the gradients of its rows and of all ranks' parameters."""
+    """Runs on a rank; checks its rows, and the gradients of its rows and of all ranks' parameters."""
     layer, generator = model(), torch.Generator().manual_seed(1)
     whole = torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     if call is torchs_encoder:
@@ -179,7 +179,7 @@ def rotary_layer() -> None:
     layer(torch.zeros(1, 8, 16), torch.zeros(1, 8, 16), torch.zeros(1, 8, 16), need_weights=False)
 
 
-#: What takes a part for the whole -> (call, what the error says).
+#: name -> (call that would take a part for the whole sequence, what the error says).
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "weights": (lambda: selfattn_ext.attention_weights(X, X), "attention_weights cannot be split"),
     "scores": (lambda: selfattn_ext.attention_scores(X, X), "attention_scores cannot be split"),
@@ -230,7 +230,7 @@ def test_what_cannot_be_split(name: str) -> None:
 
 
 def compiled(call: Callable[[Tensor, nn.Module], Tensor]) -> None:
-    """Compiled before the block, the function is another one in it."""
+    """A function compiled before the block is compiled again in it."""
     torch._dynamo.reset()
     layer, x = model(), torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(1)).double()
     function = torch.compile(call, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""What a split costs on paper, against work and bytes that are counted."""
+"""The computed costs of a split equal counted work and bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("split_attention")
 
 
 def counted(layout: Any, lengths: list[int], count: int, **rule: Any) -> list[list[int]]:
-    """The same as Work.pairs, of a matrix of who sees whom."""
+    """Counts Work.pairs in a matrix of the keys that each query sees."""
     total = sum(lengths)
     seen = torch.zeros(total, total, dtype=torch.bool)
     starts = list(accumulate(lengths, initial=0))
@@ -58,7 +58,7 @@ def test_zigzag_is_what_balances_the_causal_rule() -> None:
     for count in (2, 8, 64):
         causal = {"is_causal": True}
         assert costs.Work("zigzag", 65536, count, **causal).share_of_ideal(in_step=True) > 0.98
-        # The last of n ranks has 2n - 1 of n * n parts.
+        # The last of n ranks has 2n - 1 of n * n equal parts of the work.
         ideal = count / (2 * count - 1)
         assert costs.Work("contiguous", 65536, count, **causal).share_of_ideal() == pytest.approx(
             ideal, rel=0.01

@@ -1,4 +1,4 @@
-"""Gradients where ranks have unlike losses, or want gradients of unlike tensors."""
+"""Gradients if ranks have different losses, or want gradients of different tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def drawn() -> dict[str, Tensor]:
 
 
 def loss(results: tuple[Tensor, Tensor], part: str) -> Tensor:
-    """Of what ``part`` leaves out, autograd knows nothing."""
+    """Results that ``part`` leaves out have no gradient at all."""
     out, lse = results
     return {"both": out.sin().sum() + lse.sin().sum(), "out": out.sin().sum(), "lse": lse.sin().sum()}[part]
 
 
 def compare(function: str, wanted: tuple[str, str], parts: tuple[str, str]) -> None:
-    """On a rank: the gradients of what it wants are those of one process, whose loss is that of all ranks."""
+    """Runs on a rank: the gradients it wants equal one process's, whose loss is the sum of all ranks'."""
     rank, whole = dist.get_rank(), drawn()
     own = {name: shard_sequence(tensor, 2) for name, tensor in whole.items()}
     leaves = wanted[rank].split()
@@ -64,12 +64,12 @@ def test_losses_of_unlike_results(function: str, parts: tuple[str, str]) -> None
     [("query key", ""), ("", "value"), ("attn_mask", ""), ("query", "key"), ("key value", "attn_mask")],
 )
 def test_gradients_that_one_rank_wants(function: str, wanted: tuple[str, str]) -> None:
-    """The others take part in it: their rows see its keys."""
+    """The other ranks contribute to these gradients, because their rows see the rank's keys."""
     ranks(2)(compare, function, wanted, ("both", "both"))
 
 
 def joined(of_rank: int) -> Tensor | None:
-    """On a rank: the gradient of its part of a sequence, which only one wants."""
+    """Runs on a rank; returns the gradient of its part of a sequence, which only one rank wants."""
     part = torch.ones(8, 2, requires_grad=dist.get_rank() == of_rank)
     unshard_sequence(part, 0).sum().backward()
     return part.grad
@@ -83,7 +83,7 @@ def test_a_whole_of_parts_of_which_one_wants_a_gradient(of_rank: int) -> None:
 
 
 def second_along(attention: Any, part: Any, losses: Any) -> Tensor:
-    """A second derivative of losses of attention of numbers with themselves, along others."""
+    """Returns a second derivative, along random numbers, of losses of random numbers' self-attention."""
     generator = torch.Generator().manual_seed(1)
     x, along = (part(torch.randn(1, 2, 24, 8, generator=generator, dtype=torch.float64)) for _ in range(2))
     x.requires_grad_()
@@ -93,12 +93,12 @@ def second_along(attention: Any, part: Any, losses: Any) -> Tensor:
 
 
 def of_loss(out: Tensor, of_rank: int) -> Tensor:
-    """Linear on rank 0: the gradient of out is a constant there."""
+    """The loss of rank 0 is linear, so that out's gradient is a constant there."""
     return out.sum() if of_rank == 0 else out.sin().sum()
 
 
 def second_of_parts() -> None:
-    """On a rank: the second derivative of a loss of the whole sequence."""
+    """Runs on a rank; checks the second derivative of a loss of the whole sequence."""
     rank = dist.get_rank()
     expected = second_along(
         lambda x, *_: x, lambda tensor: tensor, lambda out: of_loss(out, 0) + of_loss(out, 1)

@@ -1,4 +1,4 @@
-"""Masks of split attention, whatever form each rank has its own in, and however few rows."""
+"""Masks of split attention in every form that a rank may have them, with as few rows as none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfattn_ext.distributed.row_layout import Layout
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 
-#: The shapes of a whole mask, L its rows: each rank has those of its own.
+#: Shapes of a whole mask with L rows, of which each rank has its own.
 WHOLE: dict[str, tuple[int | str, ...]] = {
     "for all": ("L", "L"),
     "of each head": (4, "L", "L"),
@@ -28,7 +28,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def attend(function: str, length: int, layout: str, form: str) -> None:
-    """On a rank: the rows of one process, and their gradients."""
+    """Runs on a rank; checks that its rows and their gradients are those of one process."""
     how = {"layout": layout}
     rank, count = dist.get_rank(), dist.get_world_size()
     whole = [drawn(2, 4, length, 8 + place).narrow(-1, 0, 8).clone() for place in range(4)]
@@ -44,7 +44,7 @@ def attend(function: str, length: int, layout: str, form: str) -> None:
         of_ranks = drawn(count, length)
         mask, given = of_ranks[owner], of_ranks[rank : rank + 1]
     else:
-        # Each rank has the same numbers in another form: all of them, or as few as say the same.
+        # Ranks have the same numbers in different forms: rank 0's form is the smallest that broadcasts.
         mask = drawn(1, 4, 1, length) if form == "unlike rows" else drawn(1, length, length)
         mask = mask.expand(2, 4, length, length)
         given = shard_sequence(mask, -2, **how)
@@ -78,5 +78,5 @@ def every_length(function: str, form: str, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("form", [*WHOLE, "one row", "one row of each rank", "unlike heads", "unlike rows"])
 @pytest.mark.parametrize("function", ["ring_attention", "ulysses_attention"])
 def test_masks_of_ranks(function: str, form: str, count: int) -> None:
-    """Lengths of which ranks have no row, exactly one, or more."""
+    """The lengths leave ranks with no row, with one, or with more."""
     ranks(count)(every_length, function, form, (1, 2, 3, 5, 17))

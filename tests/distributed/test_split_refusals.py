@@ -1,4 +1,4 @@
-"""Calls that ranks cannot make together: an error on each of them, and nobody waits for ever."""
+"""Calls that ranks cannot make together fail on each rank, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("split_attention")
 
 FUNCTIONS = ("ring_attention", "ulysses_attention")
 
-#: What rank 1 does otherwise, and what the error says on every rank.
+#: name -> (rank 1's different options, what the error says on every rank).
 UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "causal": ({"is_causal": True}, r"is_causal is False on rank 0 and True on rank 1"),
     "scale": ({"scale": 0.5}, r"scale is 0\.35\d* on rank 0 and 0\.5 on rank 1"),
@@ -61,7 +61,7 @@ def test_unlike_calls(what: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_default_on_the_other_rank(name: str) -> None:
-    """Whichever rank leaves an option out, the error has the values that both have."""
+    """Whichever rank leaves an option out, the error names the values of both."""
     for outcome in ranks(2).outcomes(causal_on_rank_0, name):
         with pytest.raises(ValueError, match=r"is_causal is True on rank 0 and False on rank 1"):
             raise outcome
@@ -71,7 +71,7 @@ def causal_on_rank_0(name: str) -> Any:
     return call(name, is_causal=dist.get_rank() == 0)
 
 
-#: What rank 1 has of a sequence otherwise, and how it puts it together.
+#: name -> (rank 1's different part of a sequence, its options, what the error says).
 UNLIKE_PARTS: dict[str, tuple[torch.Tensor, dict[str, Any], str]] = {
     "dtype": (torch.zeros(8, 3, 2).double(), {}, r"dtype is torch\.float32 on rank 0 and torch\.float64 on"),
     "heads": (
@@ -133,7 +133,7 @@ def test_unlike_ways(function: Any, message: str) -> None:
 
 
 def in_a_part_of_the_ranks(options: dict[str, Any]) -> str:
-    """On a rank: the error that it has where ranks 1 and 2 attend together, the last one otherwise."""
+    """Runs on a rank; returns its error if ranks 1 and 2 attend together and rank 2 has other options."""
     group = dist.new_group([1, 2])
     try:
         if dist.get_rank() > 0:
@@ -153,7 +153,7 @@ def test_ranks_have_the_numbers_of_the_default_group() -> None:
 
 
 def refused_in_a_mesh(refusing: int, block: bool) -> str:
-    """On a rank of two rings over two ranks: the error that it has."""
+    """Runs on a rank of two rings over two ranks; returns its error."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
     options = {"softcap": -1.0} if dist.get_rank() == refusing else {}
     try:
@@ -175,7 +175,7 @@ def call_in_a_block(**options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("refusing", [0, 3])
 def test_all_ranks_of_a_mesh_hear_of_it(refusing: int, block: bool) -> None:
-    """The others of its row and column, and those who wait for these."""
+    """The error reaches the ranks of its row and column, and the ranks that wait for these."""
     own = "softcap must be 0 (off) or positive, got -1.0"
     said = f"rank {refusing} has made no call, as its arguments were refused: {own}"
     found = ranks(4)(refused_in_a_mesh, refusing, block)
@@ -253,7 +253,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def leave_others_waiting(name: str, how: str) -> float:
-    """On a rank that waits: for how long. The last one dies, or does not call."""
+    """Runs on a rank and returns how long it waits; the last rank dies, or does not call."""
     begin = time.monotonic()
     tensor = torch.zeros(1, 2, 8, 8, requires_grad=True)
     last = dist.get_rank() == dist.get_world_size() - 1
@@ -281,7 +281,7 @@ def leave_others_waiting(name: str, how: str) -> float:
     ],
 )
 def test_a_rank_is_missing(name: str, how: str, count: int) -> None:
-    """The others get an error, within the timeout of the group and what starts and ends take."""
+    """The other ranks get an error within the group's timeout, apart from starting and ending processes."""
     with group_of(count, timeout=3) as several:
         *waited, last = several.outcomes(leave_others_waiting, name, how)
     assert isinstance(last, float if how == "never comes" else EOFError)
@@ -331,7 +331,7 @@ def test_there_and_back(length: int, layout: str) -> None:
 
 
 def second_along(function: Any, part: Any) -> torch.Tensor:
-    """A second derivative of attention of numbers with themselves, along others."""
+    """Returns a second derivative of random numbers' self-attention, along random numbers."""
     generator = torch.Generator().manual_seed(1)
     shape = (1, 2, 13, 8)
     x, weights, along = (part(torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(3))

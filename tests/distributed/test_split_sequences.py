@@ -1,4 +1,4 @@
-"""Packed sequences that are split over processes, against one process that has all of them."""
+"""Packed sequences split over processes have the results of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from selfattn_ext.distributed import ring_varlen_attention, shard_sequence, unsh
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 
-#: Unlike lengths, empty ones, and such as are shorter than spans.
+#: Different lengths, among them empty sequences and some that are shorter than spans.
 LENGTHS = (37, 0, 1, 64, 9, 130, 3)
 STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
@@ -33,17 +33,17 @@ OPTIONS: list[dict[str, Any]] = [
     {"mask": "float", "is_causal": True, "slopes of each": True, "sinks": True},
     {"mask": "bool", "window_size": (20, 3), "dropout_p": 0.2},
 ]
-#: What each sequence of a batch has for itself: its own slopes, mask and pattern of dropout.
+#: Options that differ between the sequences of a batch: slopes, masks and patterns of dropout.
 ALONE = OPTIONS[5:]
 
 
-#: The dimension in which a rank has its rows; of slopes and sinks it has a part of the sum.
+#: The dimension of a rank's rows. The gradients of slopes and sinks are sums over ranks instead.
 ROWS = {"out": 0, "lse": 1, "query": 0, "key": 0, "value": 0, "attn_mask": 1}
 
 
 def drawn(options: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of all sequences, and the other options. A mask has the rows of all sequences and the keys of
-    their own; what is beyond these must not matter.
+    """Returns tensors of all sequences, and the other options. A mask has the rows of all sequences, and each
+    row's own sequence's keys; its numbers past these must not matter.
     """
     options = dict(options)
     generator = torch.Generator().manual_seed(1)
@@ -68,7 +68,7 @@ def drawn(options: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor
 
 
 def results(tensors: dict[str, Tensor], attention: Callable[..., Any]) -> dict[str, Tensor]:
-    """What attention gives, and the gradients."""
+    """Returns the results of attention and the gradients."""
     leaves = {
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in tensors.items()
@@ -86,7 +86,7 @@ def of_one_process(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[
     def attention(query: Tensor, key: Tensor, value: Tensor, **extra: Tensor) -> Any:
         masks = None
         if (mask := extra.pop("attn_mask", None)) is not None:
-            # Of each sequence its own rows and keys.
+            # Each sequence's mask has its own rows and keys.
             places = pairwise(STARTS.tolist())
             masks = [mask[:, begin:end, : end - begin] for begin, end in places]
         return varlen_attention(
@@ -98,7 +98,7 @@ def of_one_process(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[
 
 
 def compare(options: dict[str, Any], layout: Any, rotate: Any, dtype: torch.dtype) -> None:
-    """On a rank: its rows, and the gradients of all ranks together, are as accurate as one process's."""
+    """Runs on a rank: its rows, and the gradients of all ranks, are as accurate as one process's."""
     whole, options = drawn(options, dtype)
     exact = of_one_process({name: _exact(tensor) for name, tensor in whole.items()}, options)
     peer = of_one_process(whole, options)

@@ -35,7 +35,7 @@ def activated() -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """A layer on (B, T, 24), with torch's attention."""
+    """A layer for inputs (B, T, 24), with torch's attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def step(model: nn.Module, x: Tensor, target: Tensor, **options: Any) -> dict[str, Tensor]:
-    """A loss, and the gradients of the parameters."""
+    """Returns a loss and the gradients of the parameters."""
     model.zero_grad()
     loss = F.mse_loss(model(x, **options), target)
     loss.backward()
@@ -62,7 +62,7 @@ def step(model: nn.Module, x: Tensor, target: Tensor, **options: Any) -> dict[st
 
 
 def compare(length: int, balanced: bool, rotate: str, options: dict[str, Any]) -> None:
-    """On a rank: a step of training is as accurate as torch's in one process."""
+    """Runs on a rank: a step of training is as accurate as torch's in one process."""
     generator = torch.Generator().manual_seed(1)
     x, target = (torch.randn(2, length, 24, generator=generator) for _ in range(2))
     peer = step(Model(), x, target, **options)
@@ -81,7 +81,7 @@ def compare(length: int, balanced: bool, rotate: str, options: dict[str, Any]) -
         experimental._cp_options.enable_load_balance = before
     for name, numbers in ours.items():
         torch.distributed.all_reduce(numbers)
-        # Small numbers, each a mean of many: the bound is of their own size.
+        # These are small numbers, each a mean of many, so the bound is relative to their size.
         size = float(exact[name].abs().max())
         assert_accurate(name, numbers / mesh.size() / size, exact[name] / size, peer[name] / size)
     assert F.scaled_dot_product_attention.__module__ != "selfattn_ext.distributed.torch_context_parallel"
@@ -104,7 +104,7 @@ def test_a_step_of_training(length: int, balanced: bool, rotate: str, options: d
 
 
 def dropped(length: int) -> tuple[Tensor, Tensor]:
-    """The result with dropout, and what one process has of the same rows."""
+    """Returns the result with dropout, and the input's rows that belong to it."""
     x = torch.randn(1, length, 24, generator=torch.Generator().manual_seed(1))
     model, mesh = Model(), init_device_mesh("cpu", (2,))
     with activated(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]), torch.no_grad():
@@ -155,7 +155,7 @@ def test_what_is_refused(function: Any, arguments: tuple[Any, ...], message: str
 
 
 def sharded(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs: bool) -> None:
-    """On a rank: attention of DTensors, and its gradients, equal those of plain tensors."""
+    """Runs on a rank: attention of DTensors and its gradients equal those of ordinary tensors."""
     register_sharding()
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)
@@ -194,7 +194,7 @@ def test_dtensors(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs:
 
 
 def unevenly_sharded() -> None:
-    """Three heads on two ranks, and query heads of which ranks would have the wrong keys."""
+    """Three heads cannot be halved, and halves of some query heads would have the wrong keys."""
     register_sharding()
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The documents, and the examples in them."""
+"""The documents and their examples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-#: Paths relative to ROOT.
+#: The documents' paths, relative to ROOT.
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 
@@ -18,15 +18,15 @@ class Block(NamedTuple):
     """An example in Python."""
 
     document: str
-    line: int  # of its first line of code
+    line: int  # the number of its first line of code
     code: str
-    reason: str | None  # why it is not run
+    reason: str | None  # the reason why it is not run
 
     def __str__(self) -> str:
         return f"{self.document} line {self.line}"
 
     def run(self) -> dict[str, Any]:
-        """Executes it, with the document's own line numbers in tracebacks, and returns its names."""
+        """Executes the example, with the document's line numbers in tracebacks, and returns its names."""
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(compile("\n" * (self.line - 1) + self.code, str(ROOT / self.document), "exec"), names)
         return names
@@ -37,7 +37,7 @@ def text_of(document: str) -> str:
 
 
 def blocks(document: str) -> list[Block]:
-    """The examples of a document, in order."""
+    """Returns the examples of a document, in order."""
     text = text_of(document)
     return [
         Block(document, text.count("\n", 0, match.start("code")) + 1, match["code"], match["reason"])

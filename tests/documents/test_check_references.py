@@ -1,4 +1,4 @@
-"""scripts/check_references.py: a file that a comment names and that does not exist is found."""
+"""scripts/check_references.py finds names of files in comments that do not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/environment-variables.md names every variable that is read, and none that is not."""
+"""docs/environment-variables.md names exactly the variables that are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
 
 
 def files() -> Iterator[Path]:
-    """Everything but the tests themselves, which set variables for others to read."""
+    """Yields all sources except test modules, which set variables for other code to read."""
     for folder in ("selfattn_ext", "csrc", ".pep517", "benchmarks", "scripts", "simulators", "tests"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"} and not path.name.startswith(
@@ -47,7 +47,7 @@ def read_in(path: Path) -> set[str]:
 
 
 def documented() -> set[str]:
-    """The names in the first column of the page's tables."""
+    """Returns the names in the first column of the page's tables."""
     cells = re.findall(r"^\| (`[^|]+`) \|", text_of("docs/environment-variables.md"), re.M)
     return {name for cell in cells for name in re.findall(rf"`({_NAME})`", cell)}
 

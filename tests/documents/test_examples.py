@@ -23,7 +23,7 @@ def check_training(script: str, given: list[str]) -> None:
     sizes = {"layers": 1, "heads": 2, "width": 16, "steps": 60, "rate": 1e-2, "device": gpu.DEVICE}
     small = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     losses = runpy.run_path(str(EXAMPLES / script))["main"]([*small, *given])
-    # Chance is the logarithm of 14 or 15 symbols, 2.6 or 2.7.
+    # A guess among 14 or 15 symbols has a loss of their logarithm, 2.6 or 2.7.
     assert len(losses) == 60
     assert losses[0] > 2.2
     assert losses[-1] < 1.5
@@ -63,7 +63,7 @@ def test_train_with_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     small = ["--layers", "1", "--heads", "2", "--width", "16", "--length", "96", "--distances", "20"]
     given = ["--text", str(book), "--steps", "60", "--bias", str(bias), "--mask", str(mask), *small]
     losses = runpy.run_path(str(EXAMPLES / "train_with_functions.py"))["main"](given)
-    # Chance is the logarithm of 14 or 15 symbols, 2.6 or 2.7.
+    # A guess among 14 or 15 symbols has a loss of their logarithm, 2.6 or 2.7.
     assert len(losses) == 60
     assert losses[0] > 2.2
     assert losses[-1] < 1.5
@@ -103,7 +103,7 @@ MORE_LONG = [
     ids=str,
 )
 def test_train_long(count: int, how: list[str], capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
-    """One process and several have the same losses."""
+    """One process and several processes have the same losses."""
     script = str(EXAMPLES / "train_long.py")
     expected = runpy.run_path(script)["main"](LONG)
     assert expected[-1] < expected[0]
@@ -133,7 +133,7 @@ def test_training_refuses_what_is_no_text(script: str, content: bytes, reason: s
 
 
 def test_generate(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
-    """The same tokens with a contiguous cache, a paged one, and none."""
+    """The tokens are the same with a cache in slots, in pages, and without one."""
     main = runpy.run_path(str(EXAMPLES / "generate.py"))["main"]
     small = ["--layers", "2", "--tokens", "10", "--device", gpu.DEVICE]
     texts = main([*small, "--compare"])

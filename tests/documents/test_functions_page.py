@@ -1,4 +1,4 @@
-"""The picture of docs/functions.md: it is what the example there draws."""
+"""The picture of docs/functions.md is the one that its example draws."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PICTURE = ROOT / "docs" / "pictures" / "masks.png"
 
 
 def kinds(path: Path) -> np.ndarray:
-    """Which of the colours of cells each pixel has, -1 where it has another."""
+    """Returns the index of each pixel's colour among the colours of cells, or -1."""
     colours = np.array([to_rgb(colour) for colour in mask_picture._COLOURS])
     distance = np.abs(imread(path)[:, :, None, :3] - colours).max(-1)
     return np.where(distance.min(-1) < 0.02, distance.argmin(-1), -1)
@@ -25,7 +25,7 @@ def kinds(path: Path) -> np.ndarray:
 def test_the_committed_picture_is_what_the_example_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for letters and lines, which differ between versions of matplotlib."""
+    """Letters and lines are left out, because they differ between versions of matplotlib."""
     monkeypatch.chdir(tmp_path)
     (block,) = [block for block in blocks("docs/functions.md") if '"masks.png"' in block.code]
     block.run()

@@ -1,4 +1,4 @@
-"""scripts/list_files.py: docs/files.md shows every source, and one without a comment is found."""
+"""docs/files.md lists every source, and scripts/list_files.py finds those without a comment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/moving.md: what it says about other attention functions, against torch's and their documentation."""
+"""docs/moving.md's statements about other attention functions are true."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from selfattn_ext import MultiheadAttention, attention_with_kvcache, reference, scaled_dot_product_attention
 
 BATCH, HEADS, WIDTH = 2, 4, 8
-#: Queries and keys: fewer, as many, more.
+#: Fewer queries than keys, as many, and more.
 LENGTHS = [(3, 7), (5, 5), (6, 4)]
 
 
 def named(name: str) -> Any:
-    """A function of the page."""
+    """Returns a function of the page."""
     (block,) = [block for block in pages.blocks("docs/moving.md") if f"def {name}(" in block.code]
     return block.run()[name]
 
 
 def tensors(length: int, source: int, kv_heads: int = HEADS) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, H, T, D)"""
+    """Returns random query, key and value, each (B, H, T, D)."""
     shapes = [(HEADS, length), (kv_heads, source), (kv_heads, source)]
     query, key, value = (torch.randn(BATCH, heads, n, WIDTH) for heads, n in shapes)
     return query, key, value
@@ -36,7 +36,7 @@ def tensors(length: int, source: int, kv_heads: int = HEADS) -> tuple[Tensor, Te
 def as_flash_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, slopes: Tensor | None, visible: Tensor
 ) -> Tensor:
-    """What its docstring says, (B, T, H, D) and float64, with the visible keys as a bool matrix."""
+    """Computes what FlashAttention's docstring says, for (B, T, H, D), in float64, with a bool mask."""
     query, key, value = (x.double().transpose(1, 2) for x in (q, k, v))
     key, value = (x.repeat_interleave(HEADS // x.size(1), dim=1) for x in (key, value))
     scores = query @ key.mT * scale
@@ -51,7 +51,7 @@ def as_flash_attention(
 
 
 def lower_right(length: int, source: int, left: int, right: int) -> Tensor:
-    """Query i sees the keys from i + S - L - left to i + S - L + right; below 0 is no bound."""
+    """Query i sees keys i + S - L - left to i + S - L + right; a negative number is no bound."""
     seen = [
         [
             (left < 0 or j >= i + source - length - left) and (right < 0 or j <= i + source - length + right)
@@ -142,7 +142,7 @@ class TestFlashAttention:
         caches = [torch.randn(3, 9, 2, WIDTH) for _ in range(2)]
         before = [cache.clone() for cache in caches]
         slopes = torch.tensor(options["alibi_slopes"]) if "alibi_slopes" in options else None
-        # Whole rows of the cache as pages.
+        # Each page is a whole row of the cache.
         given = (caches, index[:, None].int()) if chosen else ([cache[:2] for cache in caches], None)
         out = attention_with_kvcache(
             *(q, *given[0], k, v, torch.tensor(lengths), given[1]),
@@ -176,7 +176,7 @@ class TestFlashAttention:
 
     @pytest.mark.parametrize("interleaved", [True, False])
     def test_rotary_tables(self, interleaved: bool) -> None:
-        """Row cache_seqlens + i of the tables turns token i; both have the dtype of q."""
+        """Row cache_seqlens + i of the tables rotates token i; both tables have the dtype of q."""
         cos, sin = torch.randn(2, 20, 3).bfloat16().unbind(0)
         x, lengths = torch.randn(BATCH, 5, HEADS, WIDTH).bfloat16(), torch.tensor([7, 0])
         result = named("rotated")(x, cos, sin, lengths, interleaved)
@@ -191,7 +191,7 @@ class TestFlashAttention:
         assert torch.equal(result[..., 6:], x[..., 6:])
 
     def test_lse_of_varlen_attn_has_heads_first(self) -> None:
-        """Whatever its documentation says."""
+        """torch's documentation says otherwise."""
         with FakeTensorMode():
             offsets = torch.empty(3, dtype=torch.int32)
             x = torch.empty(5, HEADS, WIDTH)
@@ -212,7 +212,7 @@ class TestFlashAttention:
 
 
 class TestXformers:
-    """Its biases as it documents them: materialized, added to the scores."""
+    """xFormers' biases as it documents them: as tensors that are added to the scores."""
 
     @pytest.mark.parametrize(("length", "source"), LENGTHS)
     @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ class TestXformers:
         self, length: int, source: int, options: dict[str, Any], left: int, right: int, moved: bool
     ) -> None:
         query, key, value = tensors(length, source)
-        # From the upper left is from the lower right of a square.
+        # The upper left corner gives the same mask as the lower right one of a square.
         visible = lower_right(length, source if moved else length, left, right)
         full = torch.zeros(length, source, dtype=torch.bool)
         full[:, : visible.size(1)] = visible[:, :source]
@@ -316,7 +316,7 @@ class TestTorchLayer:
     def by_function(
         self, layer: torch.nn.MultiheadAttention, x: Tensor, mask: Tensor, **options: Any
     ) -> Tensor:
-        """The layer by hand: projections, the function, projection."""
+        """Computes the layer by hand: projections, the function, a projection."""
         projected = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in projected)
         out = scaled_dot_product_attention(q, k, v, mask)

@@ -1,4 +1,4 @@
-"""The notebook of examples/: it runs from top to bottom, and what is stored in it is its own result."""
+"""The notebook of examples/ runs from top to bottom, and stores its own results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "self_attention_from_scratch
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[list[str]]:
-    """The kinds of output of each code cell, but for what goes to stderr."""
+    """Returns the kinds of output of each code cell, except for stderr."""
     return [
         [
             "picture" if "image/png" in output.get("data", {}) else output.output_type
@@ -32,7 +32,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[list[str]]:
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A kernel of this interpreter that imports this package, whatever kernels the user has."""
+    """Makes a kernel of this interpreter that imports this package, whatever kernels the user has."""
     name = "selfattn-ext-tests"
     spec = {
         "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],

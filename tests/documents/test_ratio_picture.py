@@ -1,4 +1,4 @@
-"""The picture at the top of the README: drawn from ratios that stand in docs/performance.md."""
+"""The picture at the top of the README shows ratios of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def drawn(tmp_path: Path) -> Path:
-    """A folder with the pictures as they are drawn now."""
+    """Returns a folder with the pictures, newly drawn."""
     shutil.copy(PICTURES / "ratios.json", tmp_path)
     runpy.run_path(str(ROOT / "benchmarks" / "ratio_picture.py"))["main"]([str(tmp_path / "ratios.json")])
     return tmp_path
@@ -54,7 +54,7 @@ def test_the_window_says_why_its_ratio_is_large() -> None:
 
 @pytest.mark.parametrize("ratios", [(0.8, 0.51), (0.5, 2.0), (0.25, 51.6), (1.0, 1.0), (0.03, 0.9)], ids=str)
 def test_ratios_under_one_are_drawn_to_the_left(ratios: tuple[float, float], tmp_path: Path) -> None:
-    """Their bars end at the line of 1, and their numbers stand on the far side, right of the labels."""
+    """Their bars end at the line of 1; their numbers are left of the bars and right of the labels."""
     measured = [
         {"machine": machine, "ratio": ratio} for machine, ratio in zip(DATA["machines"], ratios, strict=True)
     ]
@@ -97,7 +97,7 @@ def test_every_ratio_stands_in_a_table_of_the_page(row: dict[str, Any], measured
 def test_the_figures_of_the_readme_stand_in_a_table_of_the_page() -> None:
     rows = [line.split(" | ") for line in text_of(DATA["source"]).splitlines() if line.startswith("|")]
     figures = re.findall(r"([\d.]+) / ([\d.]+) \| ([\d.]+) \|", text_of("README.md"))
-    assert len(figures) == 11  # six rows on two machines, one of which has a ratio alone
+    assert len(figures) == 11  # six rows on two machines, and one of these twelve has a ratio alone
     for torch_ms, our_ms, ratio in figures:
         assert any({torch_ms, our_ms, ratio} <= {*row} for row in rows), (torch_ms, our_ms, ratio)
     alone = re.findall(r"\[ratios only\]\(docs/performance\.md#[\w-]+\) \| ([\d.]+) \|", text_of("README.md"))

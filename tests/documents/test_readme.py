@@ -1,4 +1,4 @@
-"""What the documents promise: their examples run, links lead somewhere, lines are wrapped."""
+"""The documents' examples run, their links lead somewhere, and their lines are wrapped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_block_is_found() -> None:
         assert len(blocks(document)) == len(re.findall(r"^```python", text_of(document), re.M)), document
 
 
-#: Examples that do not run on a GPU, by what stands in them.
+#: Words in examples that do not run on a GPU, and the reason.
 OF_THE_CPU = {
     "backends.use": "forces a kernel of the CPU",
     "flex_attention": "computes on the CPU alone",
@@ -47,7 +47,7 @@ def test_example(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def headings(document: str) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them."""
+    """Returns the anchors of a document's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", text_of(document), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -62,14 +62,14 @@ def test_links(document: str) -> None:
 
 
 def linked_from(document: str) -> set[str]:
-    """The files that a document links to, as paths relative to ROOT."""
+    """Returns the files that a document links to, as paths relative to ROOT."""
     folder = (ROOT / document).parent
     paths = {(folder / path).resolve() for path, _ in _LINK.findall(text_of(document)) if path}
     return {str(path.relative_to(ROOT)) for path in paths}
 
 
 def test_the_index_links_to_every_document() -> None:
-    """The README links to the index, and that to everything."""
+    """The README links to the index, and the index links to all documents."""
     assert INDEX in linked_from("README.md")
     assert sorted({*DOCUMENTS} - {INDEX} - linked_from(INDEX)) == []
 
@@ -80,7 +80,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
 def test_lines_are_wrapped(document: str) -> None:
-    """At 118 columns, but for tables, code, quoted messages and what cannot be broken."""
+    """Lines have at most 118 columns, except for tables, code, quoted messages and unbreakable words."""
     text = re.sub(
         r"^```.*?^```$|^<!--.*?-->$|^<details>.*?^</details>$", "", text_of(document), flags=re.M | re.S
     )

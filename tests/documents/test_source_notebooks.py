@@ -1,4 +1,4 @@
-"""What notebooks about self-attention written from scratch do, word for word, through this package."""
+"""Notebooks that write self-attention from scratch have the same results through this package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfattn_ext import MultiHeadSelfAttention, SelfAttention, scaled_dot_produ
 
 
 class NotebookSelfAttention(nn.Module):
-    """The class as it is written in the notebook."""
+    """A notebook's class for one head, word for word."""
 
     def __init__(self, d_model, d_k=None, d_v=None):
         super().__init__()
@@ -36,7 +36,7 @@ class NotebookSelfAttention(nn.Module):
 
 
 class NotebookMultiHeadSelfAttention(nn.Module):
-    """The class as it is written in the notebook."""
+    """A notebook's class for several heads, word for word."""
 
     def __init__(self, d_model, num_heads):
         super().__init__()

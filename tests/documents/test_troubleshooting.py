@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes what the package says: every quoted message is provoked and compared."""
+"""Every message that docs/troubleshooting.md quotes is provoked and compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NVCC = cuda_build.Nvcc("nvcc", "/opt/cuda-12.8", (12, 8), ("7.5", "8.0", "9.0"))
 
 
 class Here(NamedTuple):
-    """What the functions below need to bring the package into trouble."""
+    """The fixtures with which the functions below provoke messages."""
 
     patch: pytest.MonkeyPatch
     output: pytest.CaptureFixture[str]
@@ -40,7 +40,7 @@ class Here(NamedTuple):
         self.patch.setattr(f"selfattn_ext.{name}", value)
 
 
-#: What provokes a message, by words that are in that one alone.
+#: Words that only one message contains -> the function that provokes it.
 PROVOKED: dict[str, Callable[[Here], str]] = {}
 
 
@@ -62,7 +62,7 @@ def test_quote(
 ) -> None:
     (provoke,) = [PROVOKED[words] for words in PROVOKED if words in quote]
     message = provoke(Here(monkeypatch, capsys, tmp_path, run_python))
-    # … stands for what differs from machine to machine.
+    # … stands for text that differs from machine to machine.
     pattern = ".+?".join(map(re.escape, quote.split("…")))
     assert re.fullmatch(pattern, message, re.S), message
 
@@ -72,7 +72,7 @@ def test_everything_provoked_is_quoted() -> None:
 
 
 def in_backend(function: str, **changed: Any) -> Callable[[], Any]:
-    """A function of .pep517/build_backend.py, with others of them changed."""
+    """Returns a function of .pep517/build_backend.py, which sees other functions changed."""
     names = runpy.run_path(str(ROOT / ".pep517" / "build_backend.py"))
     call = getattr(names[function], "__wrapped__", names[function])
     call.__globals__.update(changed)
@@ -268,11 +268,11 @@ def _(here: Here) -> str:
 
 
 def in_the_source(path: str, begins: str) -> str:
-    """A message that this machine cannot be brought to say: literals of C++, from one on to a semicolon."""
+    """Reads a message that this machine cannot provoke from C++: literals from ``begins`` to a semicolon."""
     text = (ROOT / path).read_text(encoding="utf-8")
     statement = text[text.index(f'"{begins}') :].partition(";")[0]
     parts = re.split(r'"((?:[^"\\]|\\.)*)"', statement)
-    # What stands between two literals, besides white space and signs, is put in at run time.
+    # An expression between two literals is filled in at run time.
     gaps = ["" if not gap.strip(" \n+)") else "?" for gap in parts[2::2]]
     return "".join(literal + gap for literal, gap in zip(parts[1::2], gaps, strict=True))
 

@@ -1,7 +1,7 @@
-"""Functions of scores that people use, as torch's flex_attention takes them, and attention with them by the
-formula.
+"""Score functions that people use, as torch's flex_attention takes them, and their formula.
 
-Each is made for sizes (B, H, L, S) and a dtype of what it learns.
+Each is made for sizes (B, H, L, S) and for the dtype of the tensors that it learns. The formula is attention
+that computes all scores at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from selfattn_ext.flex.indexing import Indexing
 
 @dataclass
 class Functions:
-    """score_mod, mask_mod, and what they learn."""
+    """A score_mod, a mask_mod, and the tensors that they learn."""
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -28,7 +28,7 @@ class Functions:
 
 
 Sizes = tuple[int, int, int, int]
-#: Without its signature, as tests hand on tensors and options in one.
+#: The type leaves out the signature, because tests unpack tensors and options into one call.
 flex_attention: Any = flex.flex_attention
 
 
@@ -86,7 +86,7 @@ def t5_buckets(sizes: Sizes, dtype: torch.dtype) -> Functions:
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         distance = (kv - q).abs()
-        # Off the edges of buckets, so that the last bit of a logarithm decides nothing.
+        # The 0.5 keeps distances off the edges of buckets, so that a logarithm's last bit decides nothing.
         far = 8 + (torch.log((distance + 0.5) / 8) / math.log(16.0) * 8).to(torch.int32)
         bucket = torch.where(distance < 8, distance, torch.minimum(far, torch.full_like(far, 15)))
         return score + table[bucket + torch.where(kv > q, 16, 0), h]
@@ -173,7 +173,7 @@ def formula(
     visible: Tensor | None = None,
     **options: Any,
 ) -> reference.AttentionResult:
-    """Attention with all scores at once. ``visible`` (B | 1, H | 1, L, S) hides more than mask_mod does."""
+    """Computes attention with all scores at once; ``visible`` (B | 1, H | 1, L, S) hides further scores."""
     indices = [torch.arange(size) for size in (*query.shape[:3], key.size(2))]
 
     def mapped(function: Callable[..., Any], *first: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operations of torch on single numbers, as functions of one number or two, and numbers to call them with."""
+"""Operations of torch on one number or two, and the numbers to call them with."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "*=": lambda x, y: (x + 0).mul_(y),
     "copy": lambda x, y: (x + 0).copy_(y),
 }
-#: What torch has, and functions that are compiled cannot have: torch computes these in parts.
+#: Compiled functions cannot use these operations; torch computes such functions in parts.
 NOT_COMPILED = {
     "erfinv": torch.erfinv,
     "lgamma": torch.lgamma,
@@ -117,7 +117,7 @@ NOT_COMPILED = {
 
 
 def special_numbers(dtype: torch.dtype, few: bool = False) -> Tensor:
-    """Zeros, ties, ones, what overflows in exponentials, infinities, NaN, the largest, subnormal ones."""
+    """Returns zeros, ties, ones, exponents that overflow, infinities, NaN, largest and subnormal numbers."""
     if dtype == torch.bool:
         return torch.tensor([False, True])
     if dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""torch's flex_attention on this package's kernels: as_flex, activate and restore, eager."""
+"""torch's flex_attention on this package's kernels, eager: as_flex, activate and restore."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def is_ours() -> bool:
-    """Whether a call that torch refuses, one with a gradient on the CPU, is computed."""
+    """Says whether a gradient on the CPU is computed, which torch's own function refuses."""
     given = tensors()
     try:
         module.flex_attention(*given).sum().backward()
@@ -53,7 +53,7 @@ def is_ours() -> bool:
 
 
 def everything_touched() -> dict[str, Any]:
-    """What the switch touches and what it might, by identity."""
+    """Returns all objects that the switch replaces or might replace, to be compared by identity."""
     operator = torch.ops.higher_order.flex_attention
     seen: dict[str, Any] = {}
     for name in dir(flex_attention):
@@ -233,7 +233,7 @@ def test_checkpointing_computes_gradients_of_captured_tensors() -> None:
 
 @pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 def test_functions_as_programs_write_them() -> None:
-    """Indices one by one, some of them numbers; division by integers that are captured."""
+    """These index tensors one dimension at a time, partly by constants, and divide by captured integers."""
     given = [tensor.detach() for tensor in tensors()]
     mask, widths = torch.randn(2, 1, 40, 45), torch.tensor([3, 4, 5])
 
@@ -246,7 +246,7 @@ def test_functions_as_programs_write_them() -> None:
 
 
 def test_out_has_the_querys_layout() -> None:
-    """Programs that transpose out back may view it."""
+    """A program that transposes out back can view it without a copy."""
     query, key, value = torch.randn(3, 2, 40, 3, 16).transpose(2, 3)
     with selfattn_ext.as_flex():
         out = flex_attention(query, key, value)

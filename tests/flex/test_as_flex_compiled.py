@@ -1,4 +1,4 @@
-"""torch's flex_attention on this package's kernels in functions that torch.compile compiles."""
+"""torch's flex_attention on this package's kernels under torch.compile."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_trains_like_eager(name: str, backend: str) -> None:
 
 
 def test_kernels_are_the_steps_of_the_graph() -> None:
-    """AOTAutograd sees operators with shapes, not functions of Python."""
+    """AOTAutograd sees operators that have shapes, not Python functions."""
     functions, given = ALL["conjunction"](SIZES, torch.float32), tensors()
     mask = mask_of(functions)
     graphs: list[list[str]] = []
@@ -113,7 +113,7 @@ def test_results_beside_the_output() -> None:
 
 
 class Block(nn.Module):
-    """Attention with a bias that is learned, in the middle of a model."""
+    """Attention with a learned bias, in the middle of a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def step(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_model(backend: str) -> None:
-    """Compiled before the block is entered; inside, and outside again, it has a form of its own."""
+    """A model compiled before the block has its own compiled form inside, and keeps its own outside."""
     model, x = Block(), torch.randn(2, 24, 32)
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -228,7 +228,7 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functions_that_cannot_be_compiled(backend: str) -> None:
-    """torch computes them, in graphs too, with the gradients that it refuses on the CPU."""
+    """torch computes them, in graphs too, and their gradients, which its own function refuses on the CPU."""
     table = torch.randn(3, requires_grad=True)
     given = tensors()
     mask = mask_of(ALL["documents"](SIZES, torch.float32))
@@ -265,7 +265,7 @@ def test_mistakes_are_named() -> None:
 
 
 def test_packed_documents() -> None:
-    """As torchtune packs them: a mask of document numbers, anew for each step, and a compiled function."""
+    """torchtune packs like this: each step makes a new mask of document numbers for a compiled function."""
     compiled = torch.compile(flex_attention, dynamic=False, backend="aot_eager")
     given = [torch.randn(2, 4, 96, 16, requires_grad=True) for _ in range(3)]
     with as_flex():

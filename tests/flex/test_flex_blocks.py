@@ -1,4 +1,4 @@
-"""flex_attention with block masks: sizes, blocks of every kind, what is not listed."""
+"""flex_attention with block masks: sizes, blocks of every kind, and unlisted blocks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_block_sizes(name: str, block_size: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("isa", backends.cpu_isas())
 def test_blocks_of_every_kind(isa: str, dtype: torch.dtype, block_size: tuple[int, int]) -> None:
-    """Full, partial and hidden ones side by side, with a scale that is no power of two, where values are of
-    whole vectors; keys that no query sees hold NaN, and their values infinities.
+    """Full, partial and hidden blocks lie side by side, the scale is no power of two, and values fill whole
+    vectors. Keys that no query sees hold NaN, and their values hold infinities.
     """
     kinds = torch.randint(3, (2, 5, 14))
     kinds[:, 1], kinds[:, 3, 2:12] = 0, 2
@@ -100,7 +100,7 @@ def test_a_mask_that_was_cropped() -> None:
     ids=str,
 )
 def test_a_mask_that_was_sliced(index: tuple[Any, ...]) -> None:
-    """Queries behind its blocks are refused, as by torch's compiled kernels: no block says what they see."""
+    """Queries past the mask's blocks are refused, as in torch's compiled kernels: no block covers them."""
     table = torch.randint(2, (2, 3, 300, 280), dtype=torch.bool)
     sizes = (2, 3, 300, 280)
     part = mask_of(Functions(mask_mod=lambda b, h, q, kv: table[b, h, q, kv]), sizes, 64)[index]

@@ -1,4 +1,4 @@
-"""Functions of scores in attention_with_kvcache, KVCache and varlen_attention on keys in a cache."""
+"""Score functions in attention_with_kvcache, KVCache and varlen_attention on keys in a cache."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from selfattn_ext.flex import compiler, kernel_calls
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
-#: Without their signatures, as tests hand on tensors and options in one.
+#: The type leaves out the signatures, because tests unpack tensors and options into one call.
 attention_with_kvcache: Any = selfattn_ext.attention_with_kvcache
 varlen_attention: Any = selfattn_ext.varlen_attention
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Lengths before the step.
+#: The lengths of the sequences before the step.
 LENGTHS = (3, 0, 70, 131)
 
 
 def of_positions(dtype: torch.dtype) -> Functions:
-    """Reads tensors by the number of the sequence, by the query's position and by distance, and hides."""
+    """These read tensors by sequence number, by the query's position and by distance, and hide scores."""
     prefix = torch.arange(len(LENGTHS)) * 20
     factors, table = learned(len(LENGTHS), 200, dtype=dtype), learned(HEADS, 400, dtype=dtype)
     return Functions(
@@ -47,7 +47,7 @@ def of_scores(dtype: torch.dtype) -> Functions:
 
 
 def nobody(dtype: torch.dtype) -> Functions:
-    """Position 3 and those behind 130 see no key."""
+    """Position 3 and all positions after 130 see no key."""
     return Functions(None, lambda b, h, q, kv: (q >= kv) & (q != 3) & (q < 131))
 
 
@@ -55,7 +55,7 @@ ALL = {make.__name__: make for make in (of_positions, of_scores, nobody)}
 
 
 def moved(functions: Functions, number: int, first: int) -> Functions:
-    """What the functions are for the queries of one sequence, counted from 0."""
+    """Returns the functions as one sequence needs them, whose queries are counted from 0."""
     score_mod, mask_mod = functions.score_mod, functions.mask_mod
     return Functions(
         score_mod and (lambda s, b, h, q, kv: score_mod(s, b + number, h, q + first, kv)),
@@ -64,7 +64,7 @@ def moved(functions: Functions, number: int, first: int) -> Functions:
 
 
 def check(name: str, offset: Any = None, options: dict[str, Any] | None = None, **fields: Any) -> None:
-    """A step against the formula, with query 0 at ``offset`` of each sequence, or at the end."""
+    """Compares a step with the formula; query 0 is at ``offset`` of each sequence, or queries come last."""
     step = Step(lengths=LENGTHS, heads=HEADS, head_dim=16, value_dim=24, capacity=140, **fields)
     functions, given, options = ALL[name](step.dtype), step.inputs(), options or {}
     sequences = [step.sequence(given, b) for b in range(len(LENGTHS))]
@@ -154,7 +154,7 @@ def of_whole(tensors: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_steps_are_rows_of_the_whole_sequence(paged: bool) -> None:
-    """The functions of a model serve its prompt and its steps as they are, to the bit where that is asked."""
+    """The same functions serve a model's prompt and its steps, to the bit under batch_invariant."""
     tensors = whole()
     caches = [torch.full((20, HEADS, 8, 16) if paged else (2, HEADS, 80, 16), torch.nan) for _ in range(2)]
     table = torch.randperm(20).view(2, 10).int() if paged else None
@@ -175,7 +175,7 @@ def test_steps_are_rows_of_the_whole_sequence(paged: bool) -> None:
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_the_helper_for_caches(page_size: int | None, layout: str) -> None:
-    """Sequences of unlike lengths, in steps of as many tokens, and packed in a step of unlike numbers."""
+    """Sequences of different lengths take steps of equally many tokens, and packed steps of unequal ones."""
     tensors = whole(rows=30)
     cache = KVCache(1, 2, HEADS, 16, 40, page_size=page_size, layout=layout)
     functions: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod, "is_causal": False}
@@ -203,7 +203,7 @@ def test_the_helper_for_caches(page_size: int | None, layout: str) -> None:
 
 
 def test_packed_queries_on_a_cache() -> None:
-    """varlen_attention with a block_table and seqused_k: numbers count the queries, wherever they stand."""
+    """With a block_table and seqused_k, query indices count from 0 in each sequence and are not positions."""
     lengths, queries = [70, 0, 131, 5], [3, 2, 40, 0]
     step = Step(
         lengths=tuple(lengths), heads=HEADS, head_dim=16, value_dim=24, capacity=140, page_size=16, new=0

@@ -1,4 +1,4 @@
-"""This package's own functions, with functions of scores, in programs that torch.compile compiles."""
+"""This package's functions under torch.compile, called with score functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 import selfattn_ext
 from selfattn_ext.flex import kernel_calls
 
-#: Without their signatures, as tests hand on tensors and options in one.
+#: The type leaves out the signatures, because tests unpack tensors and options into one call.
 varlen_attention: Any = selfattn_ext.varlen_attention
 attention_with_kvcache: Any = selfattn_ext.attention_with_kvcache
 
@@ -35,7 +35,7 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
 
 
 def assert_same(compute: Any, leaves: list[Tensor], backend: str, *arguments: Any) -> None:
-    """In one graph, the bits of the eager call and of its gradients."""
+    """Asserts that one graph gives the bits of the eager call and of its gradients."""
     results = []
     for each in (compute, torch.compile(compute, backend=backend, fullgraph=True)):
         torch.manual_seed(1)
@@ -81,7 +81,7 @@ def test_packed_sequences(backend: str) -> None:
 
 @pytest.mark.parametrize("cached", ["slots", "pages"])
 def test_caches_stay_outside_of_graphs(cached: str) -> None:
-    """As a break: the results and the cache are those of the eager call."""
+    """The step breaks the graph: the results and the cache are those of the eager call."""
     caches = [torch.randn(6, 4, 8, 8) if cached == "pages" else torch.randn(2, 4, 24, 8) for _ in range(2)]
     table = torch.arange(6).view(2, 3).int() if cached == "pages" else None
     query, key, value = (torch.randn(2, 4, 1, 8) for _ in range(3))
@@ -100,7 +100,7 @@ def test_caches_stay_outside_of_graphs(cached: str) -> None:
 
 
 def test_functions_that_cannot_be_compiled() -> None:
-    """Beside options they are refused in a graph, with what to do."""
+    """Where options are given, too, a graph refuses them, and the error says what to do."""
     query, key, value = (torch.randn(14, 4, 8) for _ in range(3))
     starts = torch.tensor([0, 5, 14])
 

@@ -1,4 +1,4 @@
-"""flex_attention with the functions that people use, judged by the formula in float64."""
+"""flex_attention with score functions that people use, judged by the formula in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def exact(given: list[Tensor], functions: Functions, dtype: torch.dtype, **optio
 
 
 def size_of_terms(given: list[Tensor], functions: Functions, **options: Any) -> float:
-    """The sum of the absolute gradients of all scores: what gradients of learned numbers are sums of."""
+    """Returns the sum of the scores' absolute gradients, whose sums are the gradients of learned numbers."""
     doubles = [tensor.detach().double() for tensor in given]
     scores = torch.zeros(*doubles[0].shape[:3], doubles[1].size(2), dtype=torch.float64, requires_grad=True)
     mask = scores + options.pop("attn_mask", 0.0)
@@ -64,14 +64,14 @@ def judge(
     dtype: torch.dtype,
     **options: Any,
 ) -> None:
-    """Asserts that (out, gradients of given, gradients of what is learned) are accurate."""
+    """Asserts that out and the gradients of given and of learned tensors are accurate."""
     exactly, peer = (
         exact(given, functions, torch.float64, **options),
         exact(given, functions, dtype, **options),
     )
     of_scores = size_of_terms(given, functions, **options) if functions.learned else 0.0
     for index, (result, right, other) in enumerate(zip(results, exactly, peer, strict=True)):
-        # The gradients of a row's scores add up to 0: what is left of their sums is small beside its terms.
+        # The gradients of a row's scores add up to 0, so such sums are small compared with their terms.
         terms = float(right.detach().abs().max())
         if index > 3:
             terms = max(terms, of_scores / right.numel())

@@ -1,5 +1,6 @@
-"""Gradients of every operation that functions of scores may have, in every dtype: those of torch, at special
-numbers, too.
+"""Gradients of every operation of score functions equal torch's, in every dtype.
+
+Special numbers are among the operands.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from selfattn_ext.flex.tracing import Traced, trace
 pytestmark = [pytest.mark.cpu_only, pytest.mark.xdist_group("operations")]
 
 
-#: With parameters of their own.
+#: Operations with further parameters.
 MORE: dict[str, Callable[..., Tensor]] = {
     "softplus(x, 2, 3)": lambda x: F.softplus(x, 2, 3),
     "elu(x, 0.5)": lambda x: F.elu(x, 0.5),
@@ -45,7 +46,7 @@ class Case(NamedTuple):
     name: str
     of_torch: Callable[..., Tensor]
     given: tuple[Tensor, ...]
-    #: Which operand it is whose gradient this is.
+    #: The number of the operand whose gradient this is.
     operand: int
     gradient: Tensor
 
@@ -58,7 +59,9 @@ def pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def gradients(op: Callable[..., Tensor], given: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """Of the sum of all results, by torch. Numbers one by one, as vectors have results of their own."""
+    """Returns torch's gradients of the sum of all results. Strides keep torch from computing in vectors,
+    because these have results of their own.
+    """
     leaves = [torch.stack([x, x], -1)[..., 0].requires_grad_() for x in given]
     result = op(*leaves)
     if not result.requires_grad:
@@ -67,7 +70,7 @@ def gradients(op: Callable[..., Tensor], given: tuple[Tensor, ...]) -> list[Tens
 
 
 def recorded(op: Callable[..., Tensor], leaves: list[Tensor]) -> Traced:
-    """Of a function that calls an operation with elements of ``leaves``."""
+    """Records a function that calls an operation with elements of ``leaves``."""
     dtype = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -78,7 +81,7 @@ def recorded(op: Callable[..., Tensor], leaves: list[Tensor]) -> Traced:
 
 @functools.cache
 def compiled(dtype: torch.dtype) -> tuple[Written, list[Case]]:
-    """All that torch has gradients of, and what they are."""
+    """Compiles every operation that torch has gradients of, and returns torch's gradients as cases."""
     nodes: list[Any] = []
     cases = []
     named = [(name, op, 1) for name, op in (UNARY | MORE).items()]
@@ -103,14 +106,14 @@ def compiled(dtype: torch.dtype) -> tuple[Written, list[Case]]:
 
 
 def is_right(case: Case, ours: Tensor) -> Tensor:
-    """To some units in the last place."""
+    """Says where our numbers are torch's, up to some units in the last place."""
     exact, info = case.gradient.double(), torch.finfo(case.gradient.dtype)
     same = (ours.isnan() & exact.isnan()) | (ours == exact)
     allowed = 32 * info.eps * exact.abs() + info.tiny
     if case.name in ("tanh", "gelu by tanh"):
-        allowed += 8 * info.eps  # of 1 - tanh(x)**2
+        allowed += 8 * info.eps  # the rounding error of 1 - tanh(x)**2
     if case.name == "hardsigmoid":
-        allowed += torch.finfo(torch.float32).eps  # torch's 1 / 6 has no more digits
+        allowed += torch.finfo(torch.float32).eps  # torch's 1 / 6 has float32's digits
     return same | ((ours - exact).abs() <= allowed)
 
 

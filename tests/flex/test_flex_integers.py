@@ -1,4 +1,4 @@
-"""Integers in functions of scores: 64 bits as torch has them, and 32 where that shows in no result."""
+"""Integers in score functions have 64 bits, as in torch, or 32 where no result shows it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows() -> list[Tensor]:
 
 
 def check(functions: Functions, create_graph: bool = False) -> None:
-    """Against the formula in torch."""
+    """Compares the functions with the formula in torch."""
     given = rows()
     out = flex_attention(*given, functions.score_mod)
     expected = formula(*given, functions).out
@@ -62,7 +62,7 @@ def test_products_and_constants_have_64_bits() -> None:
 
 
 def test_windows_of_no_size() -> None:
-    """What stands for no limit hides nothing: packed, and on caches."""
+    """A window that stands for no limit hides nothing, in packed calls and on caches."""
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q - kv < sys.maxsize) & (kv - q < 2**31) & (q * 2**31 >= kv - 1)
@@ -100,7 +100,7 @@ def test_windows_of_no_size() -> None:
     ],
 )
 def test_places_beside_tensors(index: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """All bits of an index are looked at."""
+    """The check of an index looks at all its bits."""
     table = torch.randn(ROWS, dtype=torch.float64, requires_grad=True)
     with pytest.raises(IndexError, match="captured tensor"):
         flex_attention(*rows(), lambda s, b, h, i, j: s + table[index(i, j)])
@@ -112,7 +112,7 @@ def test_floats_are_no_indices() -> None:
 
 
 def test_tensors_of_many_elements() -> None:
-    """Whose places take more than 32 bits, by their size alone."""
+    """The size of these tensors alone makes offsets of more than 32 bits."""
     table = torch.tensor([0.5], dtype=torch.float64).expand(2**31 + 100)
     check(Functions(lambda s, b, h, i, j: s * table[2**31 + i] + table[j]))
 
@@ -165,7 +165,7 @@ _ONE: list[Callable[[Any], Any]] = [
 
 
 def random_integers(seed: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of indices, made of some of these operations."""
+    """Makes a function of indices from some of these operations."""
 
     def function(q: Tensor, kv: Tensor) -> Tensor:
         choice = random.Random(seed)
@@ -183,7 +183,7 @@ def random_integers(seed: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def is_taken(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Whether torch does not refuse a constant that the dtype is too short for."""
+    """Says whether torch takes the function's constants, which a short dtype may not hold."""
     try:
         function(*torch.tensor([[1], [1]]))
     except RuntimeError:
@@ -197,7 +197,7 @@ TABLES = [
 
 
 def test_random_integers() -> None:
-    """What is held in 32 bits fits into them: the numbers are torch's at both ends of the indices' ranges."""
+    """Numbers held in 32 bits fit into them: they equal torch's at both ends of the indices' ranges."""
     functions, sizes = [*filter(is_taken, map(random_integers, range(600)))], (1 << 20, 1 << 15)
     assert len(functions) > 500
     written = Written([number_of(function) for function in functions], sizes)
@@ -214,7 +214,7 @@ def test_random_integers() -> None:
 
 
 def test_random_places() -> None:
-    """Nothing is read beside a tensor: element 0 stands for what would be."""
+    """Nothing outside a tensor is read: element 0 is read instead."""
     numbers = filter(is_taken, map(random_integers, range(300)))
     places = [place for place in numbers if place(*torch.tensor([[1], [1]])).dtype != torch.uint8]
     table, grid = (
@@ -237,7 +237,7 @@ def sources(functions: Functions, length: int) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ("graph_distances", "conjunction")])
 def test_usual_functions_have_32_bits(name: str) -> None:
-    """Whatever the lengths are. The others compute with what captured tensors hold, and with squares."""
+    """This holds for all lengths. The other functions compute with captured integers, and with squares."""
     functions = ALL[name]((2, 3, 67, 71), torch.float32)
     found = sources(functions, 67)
     assert found == sources(functions, 5000) == sources(functions, 1_000_000) == sources(functions, 2**30)
@@ -258,7 +258,7 @@ def test_constants_are_no_part_of_the_source() -> None:
 
 @pytest.mark.parametrize("factor", [2**62, 0x9E3779B97F4A7C15])
 def test_what_wraps_around_is_defined(factor: int) -> None:
-    """C++ knows no product of signed integers that leaves their bits."""
+    """In C++ a product of signed integers that overflows is undefined."""
     assert " = mul_of(" in sources(Functions(lambda s, b, h, q, kv: s + q * factor), 5000)[0]
 
 

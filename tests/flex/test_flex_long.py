@@ -1,4 +1,4 @@
-"""Functions of so many operations that no Python function may call itself for each."""
+"""Score functions of so many operations that recursion over them would be too deep for Python."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_chain_with_gradients() -> None:
 
 
 def test_chains_of_indices() -> None:
-    """What reads runs of memory, and elements whose places are elements."""
+    """These chains read runs of memory, and elements whose indices are elements of tensors."""
     table, next_key = torch.zeros(30, requires_grad=True), torch.arange(30)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

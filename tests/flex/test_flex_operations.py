@@ -1,5 +1,6 @@
-"""Every operation that functions of scores may have, compiled in every dtype of its operands: the numbers are
-those of torch, at special numbers, too.
+"""Every operation of score functions, compiled in every dtype, gives torch's numbers.
+
+Special numbers are among the operands.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from selfattn_ext.flex.tracing import trace
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.xdist_group("operations")]
 
-#: What torch raises errors for, or ends the process: division of integers by 0, of the least by -1.
+#: torch raises errors or ends the process if these divide integers by 0, or the least integer by -1.
 _DIVISIONS = {"floor_divide", "remainder", "fmod", "x / y to 0", "x / y down"}
-#: Differences of numbers that are much alike: what is left is as wrong as these are.
+#: These subtract nearly equal numbers, so the difference is as wrong as the numbers are.
 _CANCELLING = {"tanhshrink", "gelu", "gelu by tanh", "logaddexp2", "softshrink", "logsigmoid"}
-#: Of 0 and -0, torch takes either, by the dtype and the place in memory.
+#: Given 0 and -0, torch returns either of them, depending on the dtype and the place in memory.
 _EITHER_ZERO = {"minimum", "maximum", "fmin", "fmax"}
 _EITHER_ZERO |= {"clamp from a tensor", "clamp up to a tensor", "clamp to a tensor"}
 
@@ -57,7 +58,7 @@ def cases() -> list[Case]:
 
 @functools.cache
 def compiled() -> tuple[Written, list[tuple[Case, Tensor]]]:
-    """All that torch takes, and what it makes of it."""
+    """Compiles every case that torch computes, and returns torch's results beside the cases."""
     recorded, kept = [], []
     for case in cases():
         try:
@@ -73,7 +74,7 @@ def compiled() -> tuple[Written, list[tuple[Case, Tensor]]]:
 
 
 def is_right(case: Case, ours: Tensor, torchs: Tensor) -> Tensor:
-    """Whether our numbers are torch's, to a few units in the last place."""
+    """Says where our numbers are torch's, up to a few units in the last place."""
     if not torchs.dtype.is_floating_point:
         return ours == torchs.long()
     info = torch.finfo(torchs.dtype)
@@ -94,8 +95,11 @@ def is_right(case: Case, ours: Tensor, torchs: Tensor) -> Tensor:
 
 
 def is_defined(case: Case, result: torch.dtype) -> Tensor:
-    """Where torch's result is one: it brings no float to an integer that is too short for it, and no integer
-    or constant to a float that is; quotients have digits behind the point where their rest is asked for.
+    """Says where torch's result is defined.
+
+    There, no float becomes an integer that is too short for it, no integer or constant becomes a float that
+    is too short for it, and quotients whose remainder is asked for are not so large that they have no digits
+    behind the point.
     """
     first = case.given[0]
     defined = torch.ones(first.shape, dtype=torch.bool)
@@ -127,7 +131,7 @@ def test_numbers(dtype: torch.dtype) -> None:
         assert written.nodes[number].dtype == expected.dtype or case.name == "ldexp", case
         ours = written.compute(number, range(expected.numel())).squeeze(1)
         right = is_right(case, ours, expected) | ~is_defined(case, expected.dtype)
-        if not right.all():  # torch may compute numbers that are no neighbours in memory in another way
+        if not right.all():  # torch may compute numbers differently if they are not neighbours in memory
             apart = [torch.stack([x, x], -1)[..., 0] for x in case.given]
             right |= is_right(case, ours, case.of_torch(*apart))
         for at in (~right).nonzero().flatten().tolist():

@@ -1,6 +1,4 @@
-"""flex_attention: edges, options of the package beside functions, block masks, other derivatives, what is
-refused.
-"""
+"""flex_attention: edges, the package's own options, block masks, other derivatives, refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 def checked(
     name: str, sizes: Any, dtype: torch.dtype = torch.float32, block_size: Any = 128, **options: Any
 ) -> None:
-    # torch adds up gradients of 16 bits in 16 bits, and would be no judge of them.
+    # torch sums gradients of 16 bits in 16 bits, too inaccurately to judge ours.
     functions = ALL[name](sizes, torch.float64 if dtype == torch.float64 else torch.float32)
     given = tensors(sizes, dtype, options.pop("kv_heads", None))
     mask = mask_of(functions, sizes, block_size)
@@ -72,7 +70,7 @@ def test_pairs_of_options(pair: tuple[str, str]) -> None:
 
 
 def test_gradients_of_options() -> None:
-    """Those of the mask, the slopes and the sinks, beside those of what is learned."""
+    """The mask, the slopes and the sinks have gradients, besides the tensors that functions learn."""
     sizes = (2, 2, 35, 41)
     functions = ALL["relative_bias"](sizes, torch.float32)
     given = tensors(sizes, torch.float32)
@@ -149,7 +147,7 @@ def test_statistics() -> None:
 
 
 def test_what_is_hidden_may_be_nan() -> None:
-    """Keys, values and learned numbers that no visible score reads."""
+    """Keys, values and learned numbers that no visible score reads change nothing."""
     sizes = (1, 2, 64, 70)
     functions = ALL["causal"](sizes, torch.float32)
     table = torch.randn(70)
@@ -199,7 +197,7 @@ def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
 
 
 def test_elements_that_heads_share_in_other_places() -> None:
-    """table[h, kv] of one head is table[kv, h] of another."""
+    """One head's element table[h, kv] is another head's element table[kv, h]."""
     table = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     functions = Functions(lambda s, b, h, q, kv: s + table[h, kv] * table[kv, h], learned=[table])
     given = tensors((2, 8, 300, 8), torch.float64)
@@ -249,7 +247,7 @@ class TestWithoutCompiledFunctions:
             checked("conjunction", (2, 2, 67, 71), block_size=32, window_size=(30, 20))
 
     def test_functions_of_more_than_numbers(self) -> None:
-        """Places in space: a function that computes with rows of a tensor."""
+        """The function computes with rows of a tensor, such as places in space."""
         places = torch.randn(30, 3, dtype=torch.float64, requires_grad=True)
         functions = Functions(
             lambda s, b, h, q, kv: s - ((places[q] - places[kv]) ** 2).sum(-1), learned=[places]
@@ -310,7 +308,7 @@ class TestRefusals:
         ids=["attn_mask", "is_causal"],
     )
     def test_indices_beside_a_tensor_that_an_option_hides(self, options: dict[str, Any]) -> None:
-        """A number for each distance that is seen; for one more; for one less."""
+        """The table has a number for each visible distance, then one more, then one less."""
 
         def attend(table: Tensor) -> Tensor:
             return flex_attention(*self.given, lambda s, b, h, q, kv: s + table[kv - q + 9], **options)

@@ -1,4 +1,4 @@
-"""What functions of scores do besides computing a number.
+"""Score functions that do more than compute a number.
 
 They stop or replace gradients, change tensors in place, read tensors of every kind and ask for values. The
 judge is the function itself, called for each score.
@@ -36,7 +36,7 @@ def given() -> list[Tensor]:
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor]) -> Tensor:
-    """Attention with a function that is called for each score."""
+    """Computes attention with a function that is called for each score."""
     scores = query @ key.mT / query.size(-1) ** 0.5
     at = torch.cartesian_prod(*(torch.arange(size, dtype=INDEX_DTYPE) for size in SIZES))
     with Indexing():
@@ -58,7 +58,7 @@ def gradients(out: Tensor, leaves: list[Tensor], create_graph: bool = False) -> 
 def checked(
     score_mod: Callable[..., Tensor], learned: list[Tensor], second: bool = True, compiled: bool = True
 ) -> None:
-    """The result, its gradients, the same gradients where they are differentiated, and theirs."""
+    """Checks the result, its gradients, with create_graph too, and the gradients of these gradients."""
     tensors = given()
     leaves = [*tensors, *learned]
     with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def table(*shape: int) -> Tensor:
 
 
 def test_gradients_that_a_function_stops() -> None:
-    """Straight-through rounding, detached tables, no_grad, a gradient that the function computes."""
+    """Functions round straight through, detach tables, use no_grad and compute gradients themselves."""
     t, u = table(6), table(2)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_gradients_that_end() -> None:
 
 
 def test_operations_in_place() -> None:
-    """What is overwritten is read as it was before, by torch's own derivatives, too, and through views."""
+    """Reads before a write have the old number, torch's own derivatives and reads through views included."""
     t = table(6)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ def test_operations_in_place() -> None:
 
 
 def test_learned_numbers_without_an_index() -> None:
-    """In operations that are written as others; of another dtype; beside an int64 number without dimensions,
-    with which int32 ones are no longer int32; behind operations on themselves.
+    """Such numbers occur in operations that are written as other operations, have another dtype, or result
+    from operations on them. An int64 number without dimensions makes int32 ones int64.
     """
     c, d = table(), torch.tensor(1.25, requires_grad=True)
     t, many, rows = table(97), torch.tensor(2**31 + 11), torch.arange(6, dtype=torch.int32)
@@ -169,7 +169,7 @@ class Reversed(torch.autograd.Function):
 
 
 def test_derivatives_of_ones_own() -> None:
-    """Second derivatives are refused: nobody knows what such a function computes of all scores at once."""
+    """Second derivatives are refused: what such a function computes for all scores at once is unknown."""
     t, u = table(6), table(2)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_derivatives_of_ones_own() -> None:
         pytest.warns(UserWarning, match="it learns a tensor that"),
         pytest.raises(RuntimeError, match="vmap"),
     ):
-        flex_attention(*tensors, lambda s, *at: Rounded.apply(s, c))  # no mode sees c
+        flex_attention(*tensors, lambda s, *at: Rounded.apply(s, c))  # no mode of torch sees c
 
 
 def steep(x: Tensor, y: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def steep(x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_functions() -> None:
-    """Which TorchScript differentiates itself, from the second call on."""
+    """TorchScript differentiates such functions itself, from the second call on."""
     t, scripted = table(2), torch.jit.script(steep)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def test_hooks_and_checkpoints_in_functions() -> None:
 
 
 def test_what_torch_has_no_gradient_of() -> None:
-    """It can be computed; the backward says so."""
+    """The function can be computed; the backward raises torch's error."""
     tensors = given()
     for score_mod in (lambda s, *at: s // 0.5, lambda s, *at: s.exp().mul_(s)):
         out = flex_attention(*tensors, score_mod)
@@ -252,7 +252,7 @@ def test_indices_of_every_form() -> None:
 
 
 def test_parts_of_tensors() -> None:
-    """Torch takes them in its way."""
+    """torch computes functions that take parts of tensors."""
     t = table(6)
     checked(lambda s, b, h, q, kv: s * t[kv, None].squeeze(), [t], second=False, compiled=False)
 
@@ -289,7 +289,7 @@ class OutOfTorch(torch.autograd.Function):
 
 
 def test_tensors_of_every_kind() -> None:
-    """What has no memory of the usual kind is left to torch."""
+    """Functions that read tensors without ordinary memory are left to torch."""
     numbers = torch.randn(6, dtype=torch.complex128, requires_grad=True)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -309,13 +309,13 @@ def test_tensors_of_every_kind() -> None:
 
 
 def test_gradients_that_are_zero() -> None:
-    """Torch makes them without memory. It may look for NaN in gradients."""
+    """torch makes such gradients without memory, and can still look for NaN in them."""
     with torch.autograd.set_detect_anomaly(True):
         checked(lambda s, *at: torch.sgn(s) * s + torch.sgn(s) + s.sign(), [])
 
 
 def test_tensors_that_change() -> None:
-    """One that is changed between two reads, one that is read only afterwards, one of another's."""
+    """A tensor may change between two reads only if the function made it; random numbers are refused."""
     ours, one = torch.arange(6.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ def test_fake_tensors() -> None:
 
 
 def test_results_of_other_dtypes() -> None:
-    """As torch's flex_attention: a bool is 0 or 1."""
+    """A bool counts as 0 or 1, as in torch's flex_attention."""
     tensors = given()
     for score_mod in (lambda s, b, h, q, kv: q >= kv, lambda s, b, h, q, kv: q - kv, lambda *at: 2):
         right = one_by_one(*tensors, lambda *at, f=score_mod: torch.as_tensor(f(*at)))
@@ -362,7 +362,7 @@ def test_results_of_other_dtypes() -> None:
 
 
 def test_recording_keeps_activation_checkpoints_out() -> None:
-    """Their hooks would compute the layer again while the function is recorded."""
+    """A checkpoint's hooks would otherwise compute the layer again while the function is recorded."""
     count = 0
 
     def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

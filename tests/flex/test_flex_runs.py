@@ -1,4 +1,4 @@
-"""Functions whose neighbouring queries read neighbouring elements: selfattn_ext/flex/straight.py."""
+"""Score functions whose neighbouring queries read neighbouring elements (flex/straight.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (2, 2, 67, 131)
 QUERIES, KEYS = SIZES[2:]
 ALL = QUERIES + KEYS - 1
 
-#: Shape of what is learned, and the function that reads it.
+#: The shape of the learned tensor, and the function that reads it.
 READS: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "distance of each head": ((2, ALL), lambda t, b, h, q, kv: t[h, q - kv + KEYS - 1]),
     "falling": ((ALL,), lambda t, b, h, q, kv: t[kv - q + QUERIES - 1]),
@@ -48,7 +48,7 @@ def test_results_and_gradients(name: str, dtype: torch.dtype, stored: torch.dtyp
     if dtype == torch.float64:
         stored = dtype
     learned = torch.randn(shape).to(stored)
-    # torch adds up gradients of 16 bits in 16 bits, and would be no judge of them.
+    # torch sums gradients of 16 bits in 16 bits, too inaccurately to judge ours.
     trained = [] if stored == torch.bfloat16 else [learned.requires_grad_()]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_results_and_gradients(name: str, dtype: torch.dtype, stored: torch.dtyp
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_beside_the_tensor(missing: int) -> None:
-    """The last score of the last query reads the last element."""
+    """One score reads the table's last element, which is missing in one of the cases."""
     table = torch.randn(ALL - missing)
     given = tensors(SIZES, torch.float32)
 
@@ -79,7 +79,7 @@ def test_beside_the_tensor(missing: int) -> None:
 
 
 def test_which_functions_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are read by one index that grows or falls by 1, the others having no part of the query."""
+    """One index grows or falls by 1 from query to query, and no other index depends on the query."""
     written: list[str] = []
 
     def source_of(function: Any) -> str:

@@ -1,4 +1,4 @@
-"""Functions of scores in varlen_attention: each sequence as a call of its own, and as the formula."""
+"""Score functions in varlen_attention: each sequence equals its own call, and the formula."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from selfattn_ext.flex import compiler, kernel_calls
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
-#: Without its signature, as tests hand on tensors and options in one.
+#: The type leaves out the signature, because tests unpack tensors and options into one call.
 varlen_attention: Any = selfattn_ext.varlen_attention
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: (queries, keys) of sequences: unlike, empty, of no key and of one.
+#: (queries, keys) of sequences: different lengths, empty ones, without keys and with one key.
 LENGTHS = ((33, 70), (0, 5), (4, 0), (67, 64), (1, 1), (130, 131), (0, 0))
 HEADS = 4
 
 
 @dataclass
 class Packed:
-    """Sequences, packed, with rows of NaN behind them that belong to none."""
+    """Packed sequences, followed by rows of NaN that belong to none of them."""
 
     lengths: Sequence[tuple[int, int]] = LENGTHS
     dtype: torch.dtype = torch.float32
@@ -63,7 +63,7 @@ class Packed:
         )
 
     def sequence(self, b: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """(1, H, L, E) of one."""
+        """Returns one sequence's rows as (1, H, L, E)."""
         sides = (0, 1, 1)
         first, end = ([int(starts[b + n]) for starts in self.starts] for n in range(2))
         return [
@@ -74,7 +74,7 @@ class Packed:
     def alone(
         self, functions: Functions, compute: Callable[..., Tensor], tensors: Sequence[Tensor], **options: Any
     ) -> Tensor:
-        """out (total, H, Ev), of a call for each sequence."""
+        """Returns out (total, H, Ev), computed by a call for each sequence."""
         outs = [
             compute(*self.sequence(b, tensors), _of_sequence(functions, b), **options)[0].transpose(0, 1)
             for b in range(len(self.lengths))
@@ -83,7 +83,7 @@ class Packed:
 
 
 def _of_sequence(functions: Functions, number: int) -> Functions:
-    """What the functions are for one sequence."""
+    """Returns the functions as a call for one sequence needs them."""
     score_mod, mask_mod = functions.score_mod, functions.mask_mod
     return Functions(
         score_mod and (lambda s, b, h, q, kv: score_mod(s, b + number, h, q, kv)),
@@ -93,7 +93,7 @@ def _of_sequence(functions: Functions, number: int) -> Functions:
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, functions: Functions, **options: Any) -> Any:
-    """Of a batch of one, whose functions torch.vmap would not ask where there is no score."""
+    """Computes the formula for a batch of one; without scores, torch.vmap would not call the functions."""
     if 0 in (query.size(2), key.size(2)):
         functions = Functions()
     return formula_of_batch(query, key, value, functions, **options)
@@ -105,7 +105,7 @@ def by_formula(*arguments: Any, **options: Any) -> Tensor:
 
 
 def by_itself(query: Tensor, key: Tensor, value: Tensor, functions: Functions, **options: Any) -> Tensor:
-    """flex_attention of a batch of one."""
+    """Computes flex_attention for a batch of one."""
     mask = None
     sizes = (1, HEADS, query.size(2), key.size(2))
     if functions.mask_mod is not None and query.size(2) and key.size(2):
@@ -130,7 +130,7 @@ def learned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def of_sequences(dtype: torch.dtype) -> Functions:
-    """Reads tensors by the number of the sequence, by query and by distance, and hides."""
+    """These read tensors by sequence number, by query and by distance, and hide scores."""
     prefix = torch.arange(len(LENGTHS)) * 3 + 1
     factors, table = learned(len(LENGTHS), 200, dtype=dtype), learned(HEADS, 300, dtype=dtype)
     return Functions(
@@ -148,7 +148,7 @@ def of_scores(dtype: torch.dtype) -> Functions:
 
 
 def of_masks(dtype: torch.dtype) -> Functions:
-    """Documents within the sequences; a row in seven sees nobody."""
+    """The sequences consist of documents; every seventh row sees no key."""
     ids = torch.randint(0, 3, (len(LENGTHS), 200))
     return Functions(None, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q % 7 != 3))
 
@@ -166,7 +166,7 @@ def check(name: str, dtype: torch.dtype, kv_heads: int = 2, **options: Any) -> N
         right = packed.alone(functions, by_formula, given, **options)
         judges.append([right, *gradients(right, [*given, *functions.learned])])
     if functions.learned:
-        # Gradients of what is learned are sums over many scores.
+        # The gradients of learned tensors are sums over many scores.
         of_scores = sum(
             float(gradients(by_formula(*each, part, attn_mask=scores, **options), [scores])[0].abs().sum())
             for b in range(len(LENGTHS))
@@ -228,7 +228,7 @@ def test_the_bits_of_calls_of_their_own(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_padded_batch_and_documents_of_one_sequence() -> None:
-    """The same tokens, as sequences, as a batch with padding, and as documents of one long sequence."""
+    """The tokens are given as packed sequences, as a padded batch, and as documents of one long sequence."""
     lengths = [20, 33, 7]
     packed = Packed([(n, n) for n in lengths], torch.float64, HEADS)
     table = learned(3, 33, dtype=torch.float64)
@@ -294,7 +294,7 @@ def test_weights_and_statistics() -> None:
 
 
 def test_masks_with_gradients_beside_functions() -> None:
-    """A mask for each sequence, which is not padded."""
+    """Each sequence has a mask of its own, which is not padded."""
     packed, functions = Packed(dtype=torch.float64), of_sequences(torch.float64)
     masks = [torch.randn(HEADS, *each, dtype=torch.float64, requires_grad=True) for each in LENGTHS]
     out = packed.run(functions, attn_mask=masks)

@@ -1,4 +1,4 @@
-"""The sources of recorded functions, which are remembered: a function must not get that of another one."""
+"""The remembered sources of recorded functions: none may get another function's source."""
 
 from __future__ import annotations
 

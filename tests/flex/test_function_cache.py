@@ -1,4 +1,4 @@
-"""The folder of compiled functions: shared by processes, damaged, deleted, and without a compiler."""
+"""The folder of compiled functions: shared by processes, damaged, deleted, without a compiler."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from functions import flex_attention
 from selfattn_ext.flex import compiler, cuda_compiler, function_cache, nvrtc
 from selfattn_ext.flex.cuda_source import Headers
 
-#: Copies of a process, which find nothing loaded: to start one takes longer than all that they do.
+#: Forks stand for processes that have nothing loaded: a new process takes longer to start than to attend.
 SCRIPT = """
 import os, pathlib, shutil, sys, tempfile, torch, torch._dynamo
 from selfattn_ext import flex
 
-tempfile.tempdir = sys.argv[1]  # nothing clears up after os._exit, which takes no second of its own
-flex.kernel_calls.warn = lambda reason: os._exit(7)  # torch would compute from here on, for seconds
+tempfile.tempdir = sys.argv[1]  # os._exit is quick, but deletes no temporary files
+flex.kernel_calls.warn = lambda reason: os._exit(7)  # otherwise torch would now compute for seconds
 query = torch.ones(1, 1, 4, 8)
 def attend(folder, copies=1, sign=1, **variables):
     processes = []
@@ -48,7 +48,7 @@ print(attend(folder / "file" / "below"))
 print(attend(folder, CXX="no_such"), attend(folder, CXX="no_such", sign=-1))
 """
 
-# After the first time a program stands for the compiler that has what it will be asked for.
+# After the first compilation, a program that already has the library stands in for the compiler.
 DAMAGED = """
 print(attend(folder))
 (library,) = folder.glob("*.so")
@@ -90,26 +90,26 @@ def printed(script: str, folder: Path) -> list[str]:
 
 
 def test_processes_share_what_one_has_compiled(tmp_path: Path) -> None:
-    """Two at once; one after them; one with a folder that cannot be written; without a compiler, what is
-    there and what is not.
+    """Two processes compile at once; one comes later; one has a folder that cannot be written. Two have no
+    compiler: one finds its function in the folder, the other does not.
     """
     lines = printed(SHARED, tmp_path)
     assert lines == ["[32, 32]", "[32] True", "[32]", "[32] [7]"]
 
 
 def test_what_is_damaged_is_replaced(tmp_path: Path) -> None:
-    """Torch computes where it cannot be replaced: without a compiler, and with one that makes nothing."""
+    """torch computes where a file cannot be replaced: without a compiler, or if it makes nothing."""
     lines = printed(DAMAGED, tmp_path)
     assert lines == ["[32]", *(["[7] [7] True", "[32] True"] * 5), "[7]"]
 
 
 def test_deleted_while_a_process_runs(tmp_path: Path) -> None:
-    """Also where the folder is a relative one and the process goes elsewhere."""
+    """This holds even if the folder's path is relative and the process changes its directory."""
     assert printed(DELETED, tmp_path) == ["32", "32", "1"]
 
 
 def test_code_of_cuda_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cubin is whole: NVRTC has none for devices that it does not know."""
+    """An empty cubin counts as complete: NVRTC makes none for devices that it does not know."""
     codes: Iterator[nvrtc.Code] = iter([nvrtc.Code(b"", b"first"), nvrtc.Code(b"", b"second")])
     monkeypatch.setenv("SELFATTN_FUNCTION_CACHE", str(tmp_path))
     monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: next(codes))
@@ -155,7 +155,7 @@ class TestFolder:
     def test_without_a_home(
         self, variable: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """As in containers whose user is a number alone."""
+        """In some containers the user is only a number and has no home."""
         monkeypatch.delenv("HOME", raising=False)
         monkeypatch.setattr("os.getuid", lambda: 987654)
         for name, value in variable.items():

@@ -1,4 +1,4 @@
-"""Numbers that functions compute, without attention: what is written of many functions, compiled at once."""
+"""The numbers that score functions compute, without attention: many are compiled at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from selfattn_ext.flex.ranges import Ranges, largest_places
 from selfattn_ext.flex.statements import Body, Function
 from selfattn_ext.flex.tracing import trace
 
-_AT_ONCE = 50  # functions in one of C++: compilers take longest for long ones
+_AT_ONCE = 50  # recorded functions per C++ function, because long ones compile slowest
 
 _HEAD = """#include "core/score_function.h"
 #include "core/score_function_math.h"
@@ -61,7 +61,7 @@ class _Inputs(ctypes.Structure):
 
 
 def number_of(function: Callable[..., Any]) -> tuple[Node, Sequence[Tensor], Sequence[Any]]:
-    """What is recorded of a function of (q_idx, kv_idx): its result, what it captures, its constants."""
+    """Records a function of (q_idx, kv_idx): its result, the tensors it captures, its constants."""
     with torch.no_grad():
         traced = trace(
             lambda s, b, h, q, kv: function(q, kv), None, torch.float64, torch.device("cpu"), False
@@ -70,7 +70,7 @@ def number_of(function: Callable[..., Any]) -> tuple[Node, Sequence[Tensor], Seq
 
 
 class Written:
-    """Many functions of (q_idx, kv_idx), for numbers of queries and keys below those of ``sizes``."""
+    """Many functions of (q_idx, kv_idx), compiled for indices of queries and keys below ``sizes``."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Written:
         return made
 
     def compute(self, number: int, queries: range, keys: range = range(1)) -> Tensor:
-        """(queries, keys): the results of a function, in float64 or int64."""
+        """Returns a function's results (queries, keys), in float64 or int64."""
         real = torch.zeros(len(queries), len(keys), dtype=torch.float64)
         whole = torch.zeros(len(queries), len(keys), dtype=torch.int64)
         places = (number, queries.start, len(queries), keys.start, len(keys))
@@ -131,7 +131,7 @@ class Written:
 
 
 def _compiled(source: str) -> ctypes.CDLL:
-    """With the flags of functions of scores, but for optimisations."""
+    """Compiles with the flags of score functions, except for optimisations."""
     flags = [flag for flag in compiler._flags() if flag != "-O3"]
     with tempfile.TemporaryDirectory() as folder:
         text, made = Path(folder, "written.cpp"), Path(folder, "written.so")

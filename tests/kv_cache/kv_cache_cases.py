@@ -1,4 +1,4 @@
-"""Steps of a decoder on a cache: the cache in every form that attention_with_kvcache takes, and the judge."""
+"""A decoder's steps on caches of every form, and their judge."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TENSORS = ("query", "key_cache", "value_cache", "key", "value")
 class Step:
     lengths: tuple[int, ...] = (3, 0, 11)  # before the step
     queries: int = 1
-    new: int = 1  # keys; 0 is a call without key and value
+    new: int = 1  # new keys; 0 is a call without key and value
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
     value_dim: int = 5
     capacity: int = 20
-    page_size: int = 0  # 0: contiguous
+    page_size: int = 0  # 0 means slots
     layout: str = "bhld"
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -41,15 +41,15 @@ class Step:
         return "-".join(differs).replace(" ", "").replace("torch.", "") or "default"
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """A tensor (B, H, L, E) in the layout of the step."""
+        """Brings a tensor (B, H, L, E) into the layout of the step."""
         return tensor.transpose(1, 2).contiguous() if self.layout == "blhd" else tensor
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """The other way."""
+        """Brings a tensor in the layout of the step back to (B, H, L, E)."""
         return tensor.transpose(1, 2) if self.layout == "blhd" else tensor
 
     def inputs(self) -> dict[str, Any]:
-        """The arguments that are always given. What no key was written to is NaN."""
+        """Returns the arguments that are always given. Rows of the cache without a key hold NaN."""
         generator = torch.Generator().manual_seed(self.seed)
         batch = len(self.lengths)
 
@@ -74,8 +74,8 @@ class Step:
         return arguments
 
     def sequence(self, arguments: dict[str, Any], b: int) -> tuple[Tensor, Tensor]:
-        """The keys and values (Hk, length, E) that a sequence has after the step, from the arguments before
-        it.
+        """Returns the keys and values (Hk, length, E) that a sequence has after the step, given the arguments
+        before it.
         """
         both = []
         for name in ("key", "value"):
@@ -93,7 +93,7 @@ class Step:
 def in_pages(
     caches: Sequence[Tensor], page_size: int, generator: torch.Generator
 ) -> tuple[list[Tensor], Tensor]:
-    """Caches (B, Hk, S, E) as pages in random order, with some that nobody has, and the table of both."""
+    """Returns caches (B, Hk, S, E) as pages in random order, some of them unused, and their block table."""
     batch, heads, capacity, _ = caches[0].shape
     columns = -(-capacity // page_size)
     count = batch * columns + 3
@@ -108,7 +108,7 @@ def in_pages(
 
 
 def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -> Tensor:
-    """Asserts that out, weights, lse and the cache after the step are what they should be; returns out.
+    """Asserts that out, weights, lse and the cache after the step are right; returns out.
 
     Options are keywords of attention_with_kvcache; a mask is (B, H, L, capacity).
     """
@@ -141,7 +141,7 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
     for name, tensor in before.items():
         if not name.endswith("cache"):
             assert torch.equal(given[name], tensor), name
-    # Nothing but the rows of the new keys has changed.
+    # Only the rows of the new keys have changed.
     for name in ("key", "value"):
         changed = step.plain(before[f"{name}_cache"] != given[f"{name}_cache"]) & ~step.plain(
             before[f"{name}_cache"].isnan() & given[f"{name}_cache"].isnan()
@@ -152,12 +152,12 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
 
 
 def _without_new(step: Step, count: int) -> Step:
-    """The step to come, of sequences that are all that long."""
+    """Returns a step without new keys, whose sequences all have ``count`` keys."""
     return Step(lengths=(count,) * len(step.lengths), new=0, layout=step.layout, page_size=step.page_size)
 
 
 def _of_sequence(value: Any, b: int, count: int) -> Any:
-    """An option as the formula takes it for one sequence."""
+    """Returns an option as the formula takes it for one sequence."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if value.dim() == 4:

@@ -1,4 +1,4 @@
-"""attention_with_kvcache: what it gives and writes, in every form of cache, and what it refuses."""
+"""attention_with_kvcache: results, writes to caches of every form, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = Step()
 
 
 def numbers(step: Step) -> dict[str, dict[str, Any]]:
-    """Options by name."""
+    """Returns options by name."""
     batch, heads, capacity = len(step.lengths), step.heads, step.capacity
     if step.page_size:
         capacity = -(-capacity // step.page_size) * step.page_size
@@ -49,7 +49,7 @@ def numbers(step: Step) -> dict[str, dict[str, Any]]:
 def test_steps(layout: str, page_size: int, dtype: torch.dtype, kernel: str) -> None:
     step = replace(STEP, layout=layout, page_size=page_size, dtype=dtype)
     check(step, is_causal=True)
-    # A prompt that crosses pages, more queries than the paths for few take.
+    # The prompt crosses pages, and has more queries than the few-query products take.
     check(replace(step, lengths=(0, 5, 2), queries=9, new=9, seed=1), is_causal=True)
 
 
@@ -82,7 +82,7 @@ def test_shapes(change: dict[str, Any], page_size: int, isa: str) -> None:
 
 @pytest.mark.parametrize("page_size", [0, 7])
 def test_a_sequence_gives_the_same_bits_in_any_company(page_size: int) -> None:
-    """And in pages or in one piece, with another capacity behind it."""
+    """It gets them in pages or in slots, and with another capacity."""
     step = replace(STEP, lengths=(70, 3, 200), capacity=256, queries=5, new=5, page_size=page_size)
     together = check(step, given := step.inputs(), is_causal=True)
     for b, length in enumerate(step.lengths):
@@ -155,7 +155,7 @@ def test_the_layout_is_found_where_only_one_fits() -> None:
 
 
 def test_a_cache_with_strides() -> None:
-    """One tensor for keys and values of all layers, of which a layer's are views."""
+    """A layer's caches are views of one tensor for the keys and values of all layers."""
     step = replace(STEP, value_dim=8)
     given = step.inputs()
     everything = torch.full((3, 20, 2, 2, 2, 8), torch.nan)  # batch, rows, layer, key or value, head
@@ -196,7 +196,7 @@ def test_tensors_without_data_are_refused() -> None:
 
 @pytest.mark.parametrize("page_size", [0, 4])
 def test_values_may_be_features_of_the_keys(page_size: int) -> None:
-    """As in models whose keys and values are one compressed vector: written once, in place."""
+    """Some models compress keys and values to one vector, which is written once, in place."""
     step = replace(STEP, heads=8, kv_heads=1, head_dim=9, page_size=page_size)
     given = step.inputs()
     given["value_cache"], given["value"] = given["key_cache"][..., :5], given["key"][..., :5]
@@ -205,7 +205,7 @@ def test_values_may_be_features_of_the_keys(page_size: int) -> None:
 
 PAGED = replace(STEP, page_size=4)
 ALIKE = replace(PAGED, lengths=(3, 0, 3))
-#: (what is wrong, changes of the arguments, error, its text)
+#: (step, changed arguments, error, its text)
 REFUSED: list[tuple[Step, dict[str, Any], type[Exception], str]] = [
     (STEP, {"cache_seqlens": torch.tensor([3, 20, 1])}, ValueError, r"sequence 1 .* is full.* 20 keys"),
     (STEP, {"cache_seqlens": 20}, ValueError, "sequence 0 of the cache is full"),
@@ -260,7 +260,7 @@ def test_refusals_leave_the_cache_alone(
 
 
 def test_what_a_gpu_would_not_refuse() -> None:
-    """The look at positions that is taken for it, and by the operator on the CPU."""
+    """For a GPU, positions are checked in Python instead; on the CPU the operator checks them."""
     far = torch.tensor([0, 0, 2**41])
     with pytest.raises(ValueError, match=r"query_offset\[2\] must lie between .* got 2199"):
         cache_checks.values(torch.zeros(3, 2, 20, 8), None, {}, far)
@@ -273,14 +273,14 @@ def test_what_a_gpu_would_not_refuse() -> None:
             attention_with_kvcache(**STEP.inputs(), query_offset=given)
 
 
-#: Strides of a cache (3, 2, 20, 8): what overlaps by its rows, its heads, its sequences, and only across two
-#: dimensions; the closest that do not.
+#: Strides of a cache (3, 2, 20, 8) that overlap in rows, heads, sequences, or only across two dimensions, and
+#: strides that are as close as possible without overlap.
 OVERLAPPING = [(320, 160, 7, 1), (320, 159, 8, 1), (319, 160, 8, 1), (159, 320, 8, 1), (160, 160, 8, 1)]
 APART = [(320, 160, 8, 1), (160, 480, 8, 1), (16, 8, 48, 1), (321, 160, 8, 1), (400, 161, 8, 1)]
 
 
 def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A view with those strides; the numbers of the tensor in it, the last written where it overlaps."""
+    """Copies a tensor into a view with those strides; where it overlaps, the number written last stays."""
     room = tensor.new_zeros(1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)))
     return room.as_strided(tensor.shape, strides).copy_(tensor)
 
@@ -298,7 +298,7 @@ def test_caches_that_overlap_themselves_are_refused(layout: str, name: str, stri
     with pytest.raises(ValueError, match=f"{name} is written to, but parts of it are the same memory"):
         attention_with_kvcache(**given, layout=layout)
     assert all(torch.equal(given[cache].nan_to_num(), kept[cache].nan_to_num()) for cache in kept)
-    # Who only reads may have them.
+    # A call that only reads takes such caches.
     assert attention_with_kvcache(**given | {"key": None, "value": None}, layout=layout).isfinite().all()
 
 
@@ -312,7 +312,7 @@ def test_caches_of_any_strides_that_do_not_overlap(strides: tuple[int, ...]) -> 
 
 
 def test_negative_views() -> None:
-    """What is read may be one; a cache is refused before anything is written."""
+    """A tensor that is only read may be a negative view; such a cache is refused before any write."""
     given = STEP.inputs()
     expected = attention_with_kvcache(**STEP.inputs())
     for name in ("query", "key", "value"):
@@ -351,7 +351,7 @@ def test_pages_behind_the_last_key_are_not_looked_at() -> None:
 
 
 def test_sequences_may_read_the_same_pages() -> None:
-    """A common beginning lies in the cache once."""
+    """A common beginning is stored in the cache only once."""
     step = replace(PAGED, lengths=(8, 9, 11))
     given = step.inputs()
     given["block_table"][:, :2] = given["block_table"][0, :2]
@@ -389,7 +389,7 @@ def test_autograd_learns_that_the_cache_has_changed() -> None:
 @pytest.mark.parametrize("page_size", [0, 4])
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_compiled_steps(layout: str, page_size: int) -> None:
-    """One graph for all tokens, with the bits of eager calls."""
+    """One graph serves all tokens, with the bits of eager calls."""
     counter = CompileCounterWithBackend("aot_eager")
     step = replace(STEP, layout=layout, page_size=page_size)
     options = {"is_causal": True, "window_size": (5, 0), "layout": layout}
@@ -416,7 +416,7 @@ def test_compiled_steps(layout: str, page_size: int) -> None:
 
 
 def test_a_length_that_is_an_int_takes_two_graphs() -> None:
-    """The first for its number, the second for every other."""
+    """The first graph is for one length, the second for all others."""
     counter = CompileCounterWithBackend("aot_eager")
     decode = torch.compile(attention_with_kvcache, backend=counter, fullgraph=True)
     given = replace(STEP, lengths=(3, 3, 3)).inputs()

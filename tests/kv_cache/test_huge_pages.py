@@ -1,4 +1,4 @@
-"""Memory that the system is asked to hold in huge pages: that of pages of a KV cache."""
+"""Huge pages of the system, which are asked for where a KV cache is in pages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from selfattn_ext.kv_cache import huge_pages
 
 SMAPS = Path("/proc/self/smaps")
 
-# Tensors so large that malloc gives them memory of their own, not what it has had back.
+# malloc maps new memory for tensors of this size, and never reuses freed memory for them.
 MANY = (1 << 24,)
 
 on_linux = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists() or not SMAPS.exists(),
-    reason="the system has no huge pages to ask for, or does not tell",
+    reason="the system has no huge pages, or does not report them",
 )
 
 
 def flags(address: int) -> list[str]:
-    """What the system notes of the memory around an address; "hg": huge pages were asked for."""
+    """Returns the system's flags for the memory at an address; "hg" means that huge pages were asked for."""
     found = False
     for line in SMAPS.read_text().splitlines():
         words = line.split()
@@ -49,7 +49,7 @@ class TestAsked:
         assert all(asked_for(tensor) for tensor in [*cache.keys, *cache.values])
 
     def test_one_piece_is_left_alone(self):
-        """A short sequence would hold 2 MB per head, and not the 4096 bytes that it has filled."""
+        """In slots, a short sequence would take 2 MB per head, not the 4096 bytes that it has filled."""
         cache = KVCache(2, 4, 2, 64, 32768)
         assert not any(asked_for(tensor) for tensor in [*cache.keys, *cache.values])
 

@@ -1,5 +1,6 @@
-"""Steps on caches in graphs, of torch.compile and torch.export: autograd knows that they write, and that they
-have no gradients.
+"""Steps on caches in graphs of torch.compile and torch.export.
+
+Autograd knows that the steps write to caches, and that they have no gradients.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def with_functions(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 class Model(torch.nn.Module):
-    """What the first line computes saves the cache for its gradient; then the step changes it."""
+    """The products save the cache for their gradient; then the step changes it."""
 
     def __init__(self, step: Step):
         super().__init__()
@@ -89,7 +90,7 @@ STEPS = {"slots": slots, "pages": pages, "appended": appended, "functions": with
 
 
 def cases(steps: dict[str, Step], makers: Iterable[str]) -> list[Any]:
-    """Steps with functions end a graph of torch.compile."""
+    """Returns pairs of a step and a maker; steps with functions break a graph of torch.compile."""
     compiling = ("compiled", "aot_eager")
     return [
         (name, maker)
@@ -111,7 +112,7 @@ def test_autograd_knows_that_a_saved_cache_has_changed(name: str, maker: str) ->
         out = module(factor, *given)[1]
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     assert all(torch.equal(*pair) for pair in zip(given, copies, strict=True))
-    # AOTAutograd looks for gradients while it compiles, as it does where torch's own operations write.
+    # AOTAutograd raises the error while it compiles, as it does for torch's own in-place operations.
     with pytest.raises(Exception, match="modified by an inplace operation"):
         module(factor.requires_grad_(), *given)[0].backward()
 
@@ -138,7 +139,7 @@ READING = {"reading": reading, "packed": reading_packed, "packed functions": rea
     ("name", "maker"), cases(STEPS | READING, ["eager", "compiled", "exported", "exported strictly"])
 )
 def test_what_requires_grad_is_refused(name: str, maker: str) -> None:
-    """Also by a program that was exported when nothing required one."""
+    """A program that was exported when nothing required a gradient refuses it, too."""
     step = (STEPS | READING)[name]
     torch._dynamo.reset()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""KVCache: what attention over it gives, how it counts, and what it refuses."""
+"""KVCache: results of attention over it, its counting, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cache_of(sequences: int = 3, capacity: int = 12, **options: Any) -> KVCache:
     return KVCache(LAYERS, sequences, KV_HEADS, DIM, capacity, **options)
 
 
-#: The tokens of a step of three sequences with one each, packed.
+#: The packed tokens of a step in which each of three sequences has one.
 PACKED = {"query": torch.randn(3, HEADS, DIM)} | dict.fromkeys(
     ("key", "value"), torch.randn(3, KV_HEADS, DIM)
 )
@@ -42,12 +42,12 @@ class Sequences:
         self.key, self.value = torch.randn(2, count, KV_HEADS, tokens, DIM)
         three = (self.query, self.key, self.value)
         self.out = reference.attention(*(tensor.double() for tensor in three), is_causal=True).out
-        #: What the formula gives in float32.
+        #: The result of the formula in float32.
         self.peer = reference.attention(*three, is_causal=True).out
 
     def pieces(self, cache: KVCache, before: list[int], chosen: list[int]) -> list[Tensor]:
-        """Query, key, value, the exact out and the peer's of a step that has just begun, in the layout of the
-        cache.
+        """Returns query, key, value, the exact out and the peer's out of a step that has just begun, in the
+        layout of the cache.
         """
         after = [cache.lengths[sequence] for sequence in chosen]
         pieces = []
@@ -61,7 +61,7 @@ class Sequences:
         return pieces
 
     def step(self, cache: KVCache, counts: int | list[int], chosen: list[int] | None = None) -> None:
-        """Takes the next tokens of sequences through every layer; layers see the same numbers, scaled."""
+        """Takes sequences' next tokens through every layer; each layer gets the same values, scaled."""
         sequences = list(range(len(self.query))) if chosen is None else chosen
         before = [cache.lengths[sequence] for sequence in sequences]
         cache.extend(counts, chosen)
@@ -81,7 +81,7 @@ def test_sequences_that_come_grow_and_go(form: dict[str, Any]) -> None:
     cache.free(1)
     assert cache.lengths == [7, 0, 10]
     assert cache.allocate() == 1
-    sequences.step(cache, 5, [1])  # a new one in its place
+    sequences.step(cache, 5, [1])  # a new sequence takes the freed one's place
     sequences.step(cache, [1, 2], [2, 0])
     cache.truncate(6, [0])
     sequences.step(cache, [2, 1, 0], [1, 0, 2])
@@ -207,13 +207,13 @@ ENDS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_step_ends_with_its_sequences(name: str, form: dict[str, Any]) -> None:
-    """What layers would write then is in pages of nobody, or of another sequence."""
+    """Otherwise layers would write to pages that are free or belong to another sequence."""
     end, text = ENDS[name]
     cache, (key, value) = cache_of(**form), torch.randn(2, 10, KV_HEADS, DIM)
     cache.extend(5, [0, 1])
     query = torch.randn(10, HEADS, DIM)
     expected = cache.attend(0, query, key, value)
-    assert torch.equal(cache.attend(0, query, key, value), expected)  # once more is the same once more
+    assert torch.equal(cache.attend(0, query, key, value), expected)  # repeating a step changes nothing
     end(cache)
     kept = [tensor.fill_(7).clone() for tensor in (*cache.keys, *cache.values)]
     for layer in range(LAYERS):
@@ -363,7 +363,7 @@ def test_copies_go_on_by_themselves(copied: Any, form: dict[str, Any]) -> None:
         tensor.fill_(torch.nan)
     sequences.step(other, 1)
     assert cache.lengths == [4, 1, 7]
-    # What the copy shows is what it writes to.
+    # The tensors that the copy shows are those that it writes to.
     for tensor in (*other.keys, *other.values):
         tensor.fill_(torch.nan)
     other.extend()
@@ -408,7 +408,7 @@ def test_shapes_without_data(form: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS[::3], ids=str)
 def test_compiled_steps(form: dict[str, Any]) -> None:
-    """One graph for all tokens: what grows is tensors that layers look at."""
+    """One graph serves all tokens, because the growing lengths are tensors that layers read."""
     counter = CompileCounterWithBackend("aot_eager")
     cache, eager, sequences = cache_of(**form), cache_of(**form), Sequences()
 

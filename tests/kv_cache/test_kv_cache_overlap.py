@@ -22,7 +22,7 @@ SAME_MEMORY = "key_cache and value_cache are the same memory in part"
 
 
 def addresses(tensor: Tensor) -> list[int]:
-    """Where each element lies."""
+    """Returns the place of each element in memory."""
     sums = itertools.product(
         *(range(0, n * s, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     )
@@ -30,7 +30,7 @@ def addresses(tensor: Tensor) -> list[int]:
 
 
 def drawn_view(memory: Tensor, shape: tuple[int, ...], generator: random.Random) -> Tensor:
-    """A view whose elements lie apart, of strides that slices, transposes and as_strided could have."""
+    """Returns a view without overlap, with strides that slices, transposes and as_strided can have."""
     while True:
         strides = [0, 0, 0, 1]
         room = shape[3]
@@ -42,14 +42,14 @@ def drawn_view(memory: Tensor, shape: tuple[int, ...], generator: random.Random)
 
 
 def test_caches_that_share_elements_are_refused_and_no_others() -> None:
-    """Against the sets of addresses."""
+    """The sets of addresses tell which caches share elements."""
     generator, counts = random.Random(0), dict.fromkeys((True, False), 0)
     memory = torch.zeros(300)
     for _ in range(3000):
         sizes = [generator.randint(1, 3) for _ in range(3)]
         widths = [generator.randint(1, 4) for _ in range(2)]
         caches = [drawn_view(memory, (*sizes, width), generator) for width in widths]
-        if generator.random() < 0.5:  # as of one tensor
+        if generator.random() < 0.5:  # equal strides, as two views of one tensor have
             room = caches[0].storage_offset() + generator.randint(0, 40)
             reach = sum((n - 1) * s for n, s in zip((*sizes, widths[1]), caches[0].stride(), strict=True))
             caches[1] = memory.as_strided((*sizes, widths[1]), caches[0].stride(), min(room, 299 - reach))
@@ -71,7 +71,7 @@ def test_caches_that_share_elements_are_refused_and_no_others() -> None:
 
 
 def halves(kind: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Two tensors of that shape in one, without common elements."""
+    """Returns two views of one tensor, of that shape and without common elements."""
     if kind == "one behind the other":
         return torch.zeros(2, *shape).unbind(0)
     if kind == "features":
@@ -109,7 +109,7 @@ def test_one_tensor_as_both_caches(layout: str) -> None:
     with pytest.raises(ValueError, match=SAME_MEMORY):
         attention_with_kvcache(**given, layout=layout)
     assert torch.equal(given["key_cache"].nan_to_num(), kept)
-    # Who only reads may have it.
+    # A call that only reads takes such caches.
     given |= {"key": None, "value": None, "value_cache": given["key_cache"]}
     assert attention_with_kvcache(**given, layout=layout).isfinite().all()
     cache = KVCache(1, 1, 2, 4, 8)
@@ -122,7 +122,7 @@ def test_one_tensor_as_both_caches(layout: str) -> None:
 @pytest.mark.parametrize("change", ["none", "autocast", "strides", "both"])
 @pytest.mark.parametrize("features", [slice(0, 5), slice(4, 9), slice(2, 3)], ids=str)
 def test_values_that_are_features_of_the_keys(features: slice, change: str) -> None:
-    """Casts and copies on the way leave them what they are."""
+    """Casts and copies on the way keep the values features of the keys."""
     step = replace(STEP, heads=8, kv_heads=2, head_dim=9, new=3, value_dim=features.stop - features.start)
     given = step.inputs()
     for name in ("query", "key_cache"):
@@ -135,14 +135,14 @@ def test_values_that_are_features_of_the_keys(features: slice, change: str) -> N
     apart["value_cache"], apart["value"] = apart["value_cache"].clone(), apart["value"].clone()
     with torch.autocast(gpu.DEVICE, torch.bfloat16, enabled=change in ("autocast", "both")):
         out, expected = attention_with_kvcache(**given), attention_with_kvcache(**apart)
-        # Other numbers would overwrite the keys.
+        # Other values would overwrite the keys.
         with pytest.raises(ValueError, match=SAME_MEMORY):
             attention_with_kvcache(**given | {"value": given["value"].clone()})
     assert torch.equal(out, expected)
     assert torch.equal(given["key_cache"].nan_to_num(), apart["key_cache"].nan_to_num())
 
 
-#: name -> what replaces arguments, of the caches, in which row 4 and the next are about to be written.
+#: name -> arguments that are views of the caches, whose rows 4 and 5 are about to be written.
 VIEWS: dict[str, Any] = {
     "query in the row": lambda k, v: {"query": k[:, :, 4:5]},
     "query over the rows": lambda k, v: {"query": v[:, :, 2:8]},
@@ -192,7 +192,7 @@ def test_what_is_read_is_as_it_was(name: str, form: str) -> None:
 
 
 def test_lengths_in_the_memory_of_a_cache() -> None:
-    """The operators read by them what they have checked."""
+    """The operators read rows by the lengths that they checked, although the write changes the lengths."""
     memory = torch.zeros(1, 1, 8, 2, dtype=torch.float64)
     lengths = memory.view(torch.int64).view(-1)[4:5].fill_(2)
     key, value = torch.full((2, 1, 1, 1, 2), 1.0, dtype=torch.float64)
@@ -207,7 +207,7 @@ def test_lengths_in_the_memory_of_a_cache() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
-    """A graph has no addresses: the operator looks when it runs."""
+    """A graph has no addresses, so the operator checks them when it runs."""
     torch._dynamo.reset()
     compiled = torch.compile(attention_with_kvcache, backend=backend, fullgraph=True)
     given = STEP.inputs()

@@ -1,4 +1,4 @@
-"""KVCache under random steps: sequences get the bits of one dense call over the tokens that they have."""
+"""KVCache under random steps: each sequence gets the bits of one dense call over its tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SEEDS = range(40)
 
 @dataclass
 class Model:
-    """What a cache should hold: keys and values (layers, Hk, tokens, width) of each sequence, and who is in
-    use.
+    """The expected content of a cache: each sequence's keys and values (layers, Hk, tokens, width), and
+    whether it is in use.
     """
 
     cache: KVCache
@@ -70,7 +70,7 @@ class Model:
         ]
 
     def chosen(self, least: int = 0) -> list[int] | None:
-        """Some sequences in any order, or None for all."""
+        """Returns some sequences in any order, or None for all."""
         count = len(self.used)
         if self.chance.random() < 0.5:
             return None
@@ -81,7 +81,7 @@ class Model:
         self.values[sequence] = self.values[sequence][:, :, :length]
 
     def book(self) -> None:
-        """An operation that moves no tokens."""
+        """Does an operation that moves no tokens."""
         kind = self.chance.choice(["free", "allocate", "truncate", "reset"])
         if kind == "free":
             sequence = self.chance.randrange(len(self.used))
@@ -108,7 +108,7 @@ class Model:
             self.used = [False] * len(self.used)
 
     def step(self) -> None:
-        """New tokens, as many for each sequence or not, which every layer attends with or only appends."""
+        """Adds equal or different numbers of tokens; each layer attends with them or only appends them."""
         chosen, chance = self.chosen(1), self.chance
         sequences = list(range(len(self.used))) if chosen is None else chosen
         counts = [chance.choice([0, 1, 1, 2, 5])] * len(sequences)
@@ -142,14 +142,14 @@ class Model:
             self.layer(layer, sequences, counts, packed, options)
 
     def is_too_much(self, sequences: list[int], counts: list[int], free: int | None = None) -> bool:
-        """Whether a step, not begun or just begun, is more than sequences or the pool can take."""
+        """Says whether a step, not begun or just begun, is more than sequences or the pool can take."""
         lengths = [self.keys[s].shape[2] for s in sequences]
         after = [length + count for length, count in zip(lengths, counts, strict=True)]
         missing = sum(self.pages(length) for length in after) - sum(self.pages(length) for length in lengths)
         return max(after) > self.cache.capacity or missing > (self.cache.free_pages if free is None else free)
 
     def pages(self, length: int) -> int:
-        """Of a pool; sequences in one piece take nothing."""
+        """Returns the pages that a sequence takes from the pool; in slots it takes none."""
         return -(-length // self.cache.page_size) if self.is_paged() else 0
 
     def is_paged(self) -> bool:
@@ -158,7 +158,7 @@ class Model:
     def layer(
         self, layer: int, sequences: list[int], counts: list[int], packed: bool, options: dict[str, Any]
     ) -> None:
-        """One layer of a step against dense calls."""
+        """Compares one layer of a step with dense calls."""
         kv_heads, width, value_width = *self.keys[0].shape[1::2], self.values[0].shape[3]
         query = self.tokens(self.heads, counts, width)
         key, value = self.tokens(kv_heads, counts, width), self.tokens(kv_heads, counts, value_width)

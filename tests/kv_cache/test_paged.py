@@ -1,4 +1,4 @@
-"""Caches whose sequences have lengths of their own, contiguous and in pages.
+"""Operators on caches, in slots and in pages, whose sequences have different lengths.
 
 The operators give each sequence the bits that it has alone, wherever its keys lie.
 """
@@ -19,14 +19,14 @@ PAGE_SIZES = (1, 7, 16, 64, 257)
 
 QUERIES = (1, 3, 5, 50)
 
-#: Nothing, one key, around the blocks and chunks of few queries (512, 1024) and of many (64).
+#: No key, one key, and lengths around the blocks and chunks for few queries (512, 1024) and for many (64).
 LENGTHS = (0, 1, 15, 63, 64, 65, 256, 512, 513, 1031)
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 2, 24, 40
 
 
 def option(name: str, batch: int, queries: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What the operators are told for one of OPTIONS."""
+    """Returns the operators' arguments for one of OPTIONS."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if name == "bool mask":
         return {"attn_mask": torch.rand(batch, HEADS, queries, keys) < 0.7}
@@ -62,7 +62,7 @@ OPTIONS = (
 
 
 class Cache:
-    """Queries and a cache of keys and values, NaN where no key is."""
+    """Queries and a cache of keys and values, whose rows without a key hold NaN."""
 
     def __init__(
         self, queries: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, kv_heads: int = KV_HEADS
@@ -76,12 +76,12 @@ class Cache:
         for b, length in enumerate(lengths):
             self.key[b, :, length:] = torch.nan
             self.value[b, :, length:] = torch.nan
-        # As at the end of a cache: the last query sees the last key.
+        # As at the end of a cache, the last query is at the last key.
         self.offsets = self.lengths - queries
 
     def pages(self, size: int, heads_inside: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and the table of pages that lie in no order. Entries of the table behind the length
-        name no page.
+        """Returns keys and values in pages without order, and their table. Table entries past a sequence's
+        length name no page.
         """
         counts = [-(-length // size) for length in self.lengths.tolist()]
         numbers = torch.randperm(sum(counts) + 2).to(torch.int32)
@@ -104,7 +104,7 @@ class Cache:
 
 
 def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Forward and weights through the operators."""
+    """Calls the operators for the forward and for the weights."""
     scale = HEAD_DIM**-0.5
     out, row_max, row_sum, _ = ops.attention_forward(query, key, value, scale, **options)
     weights = ops.attention_weights(query, key, row_max, row_sum, scale, **options)
@@ -125,7 +125,7 @@ def check_pages(cache: Cache, page_size: int, name: str, causal: bool) -> None:
         key, value, table = cache.pages(page_size, inside)
         most = table.shape[1] * page_size
         if "attn_mask" in options:
-            # A mask is as wide as the table; what stands behind the lengths is not looked at.
+            # A mask is as wide as the table; its elements past the lengths are not read.
             mask = options["attn_mask"]
             wide = mask.new_ones((*mask.shape[:-1], max(most, mask.shape[-1])))
             wide[..., : mask.shape[-1]] = mask
@@ -143,7 +143,7 @@ def check_pages(cache: Cache, page_size: int, name: str, causal: bool) -> None:
 @pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_pages_change_no_bit(page_size: int, queries: int, kernel: str) -> None:
-    """Every pair of a size, a number of queries and a dtype with the causal rule or without."""
+    """Each page size, number of queries and dtype occurs, with the causal rule or without."""
     check_dtypes(page_size, queries, kernel, 0)
 
 
@@ -157,7 +157,7 @@ def test_pages_change_no_bit_with_and_without_the_causal_rule(
 
 
 def check_dtypes(page_size: int, queries: int, kernel: str, turn: int) -> None:
-    # The plain loops have no blocks to meet the edges of.
+    # The loops have no blocks whose edges long sequences would reach.
     lengths = (0, 1, 9, 70) if kernel == "loops" else LENGTHS
     size, number = PAGE_SIZES.index(page_size), QUERIES.index(queries)
     for place, dtype in enumerate(DTYPES, size + number):
@@ -168,7 +168,7 @@ def check_dtypes(page_size: int, queries: int, kernel: str, turn: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 33, 64, 257])
 def test_heads_in_turn(page_size: int, isa: str, one_thread: None) -> None:
-    """With enough heads and work, decoding takes several heads at a time, a step of small pages each."""
+    """With enough heads and work, decoding works on several heads at a time, by steps of small pages."""
     for queries, dtype in itertools.product((1, 4), (torch.float32, torch.bfloat16)):
         for name in ("plain", "window", "bool mask"):
             check_pages(Cache(queries, dtype, kv_heads=4), page_size, name, causal=queries > 1)
@@ -229,7 +229,7 @@ def test_threads_change_no_bit(one_thread: None) -> None:
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
 def test_hidden_keys_of_a_page_leave_no_trace(junk: float, isa: str) -> None:
-    """The pass that leaves hidden keys out reads pages, too."""
+    """The pass that skips hidden keys reads pages, too."""
     for queries in (2, 9):
         cache = Cache(queries, torch.float32, (300, 700))
         mask = torch.rand(2, 1, 1, cache.key.shape[2]) < 0.5

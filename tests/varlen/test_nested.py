@@ -1,4 +1,4 @@
-"""Jagged tensors of torch.nested: judged sequence by sequence, and beside torch's own attention."""
+"""Jagged tensors of torch.nested, judged by the formula and by torch's own attention."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LENGTHS, KEYS = (5, 1, 17, 2), (7, 3, 2, 31)
 
 
 def jagged(lengths: Sequence[int], *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(B, j, *sizes), a leaf that requires a gradient."""
+    """Returns a jagged leaf (B, j, *sizes) that requires a gradient."""
     rows = [torch.randn(length, *sizes).to(dtype) for length in lengths]
     return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
 
 
 def heads(tensor: Tensor) -> Tensor:
-    """(B, j, H, E) as (B, H, j, E)."""
+    """Returns (B, j, H, E) as (B, H, j, E)."""
     return tensor.transpose(1, 2)
 
 
@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_the_bits_of_the_packed_call(name: str, dtype: torch.dtype) -> None:
-    """Which tests/varlen/test_varlen.py judges."""
+    """tests/varlen/test_varlen.py judges the packed call."""
     query = jagged(LENGTHS, 4, 16, dtype=dtype)
     key, value = jagged(KEYS, 2, 16, dtype=dtype), jagged(KEYS, 2, 8, dtype=dtype)
     options = OPTIONS[name]
@@ -75,7 +75,7 @@ def test_the_formula_of_each_sequence(name: str) -> None:
 def results_of(
     function: Callable[..., Tensor], leaves: Sequence[Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What an attention gives for the numbers of jagged leaves, and the gradients of these."""
+    """Calls an attention with the numbers of jagged leaves; returns its result and their gradients."""
     rows = {tensor: tensor.values().detach().to(dtype).requires_grad_() for tensor in leaves}
     offsets = {tensor: leaves[0].offsets() if tensor is leaves[0] else leaves[1].offsets() for tensor in rows}
     nested = {
@@ -94,7 +94,7 @@ def the_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_beside_the_attention_of_torch() -> None:
-    """Which is as far from the formula in float64 as ours may be, and in float64 is the formula."""
+    """Ours may be as far from the formula in float64 as torch's attention is, which equals it in float64."""
     x, other, value = jagged(LENGTHS, 4, 16), jagged(KEYS, 4, 16), jagged(KEYS, 4, 16)
     for leaves in ((x, x, x), (x, other, value)):
         exact = results_of(the_formula, leaves, torch.float64)
@@ -107,7 +107,7 @@ def test_beside_the_attention_of_torch() -> None:
 
 
 def test_the_result_goes_on_like_the_query() -> None:
-    """Structure, symbolic size and order of dimensions are the query's: a residual adds up."""
+    """Structure, symbolic size and order of dimensions are the query's, so a residual can be added."""
     x = jagged(LENGTHS, 64)
     projection = torch.nn.Linear(64, 3 * 64)
     query, key, value = (
@@ -165,7 +165,7 @@ def test_a_mask_for_each_sequence() -> None:
 
 
 def test_rows_between_the_sequences() -> None:
-    """What torch.nested.narrow makes: sequences with lengths, somewhere in a buffer."""
+    """torch.nested.narrow makes sequences with lengths, which lie anywhere in a buffer."""
     buffer = torch.randn(3, 10, 2, 8, requires_grad=True)
     first, count = torch.tensor([1, 2, 0]), torch.tensor([3, 8, 4])
     x = heads(torch.nested.narrow(buffer, 1, first, count, layout=torch.jagged))
@@ -184,7 +184,7 @@ def test_rows_between_the_sequences() -> None:
 
 
 def test_gradcheck() -> None:
-    """Of the first order: torch knows no second derivative of values(), whatever is computed with them."""
+    """Only first derivatives are checked: torch has no second derivative of values()."""
     x = jagged((2, 1), 1, 2, dtype=torch.float64)
 
     def function(rows: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def test_dropout_is_that_of_the_packed_call() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_one_graph(known: bool) -> None:
-    """Also where the longest length is not known, which a graph cannot ask."""
+    """One graph suffices even if the longest length is not known, which a graph cannot read."""
 
     def step(x: Tensor) -> Tensor:
         return heads(scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True))
@@ -232,7 +232,7 @@ def strided() -> Tensor:
 
 
 X, OTHER = jagged(LENGTHS, 4, 16), jagged(KEYS, 4, 16)
-#: name -> (arguments, exception, words of the message).
+#: name -> (arguments, exception, words in the message).
 BAD: dict[str, tuple[list[Any], type[Exception], list[str]]] = {
     "strided layout": ([strided()] * 3, TypeError, ["query", "nested", "torch.jagged"]),
     "one of another layout": ([heads(X), strided(), heads(X)], TypeError, ["torch.jagged", "key", "layout"]),

@@ -1,4 +1,4 @@
-"""A packed sequence gives the bits that a call of its own gives, in any company, on any number of threads."""
+"""A packed sequence gets the bits of its own call, in any batch and with any threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfattn_ext import scaled_dot_product_attention, varlen_attention
 
-# (queries, keys): the edges of tiles, of blocks and chunks of keys, primes, few queries beside many, nothing.
+# (queries, keys): edges of tiles, blocks and chunks of keys, primes, few queries beside many, empty ones.
 LENGTHS = (
     (1, 5),
     (0, 9),
@@ -31,7 +31,7 @@ LENGTHS = (
     (64, 1),
 )
 
-#: name -> the shape of the mask given B, H, the longest L and S; dtype, None for that of the query.
+#: name -> (the mask's shape, given B, H and the longest L and S; its dtype, where None is the query's).
 MASKS = {
     "bool": (lambda b, h, q, k: (b, 1, q, k), torch.bool),
     "float": (lambda b, h, q, k: (b, h, q, k), None),
@@ -41,7 +41,7 @@ MASKS = {
     "shared keys": (lambda b, h, q, k: (1, h, 1, k), torch.float32),
     "bfloat16": (lambda b, h, q, k: (q, k), torch.bfloat16),
 }
-# Of all sequences one sum, which has no bits of its own.
+# The gradients of these masks are sums over all sequences, so no call of one sequence has their bits.
 SUMMED = ("shared", "shared keys", "bfloat16")
 
 
@@ -51,14 +51,14 @@ class Packed:
     lengths: tuple[tuple[int, int], ...] = LENGTHS
     heads: tuple[int, int] = (4, 2)
     dims: tuple[int, int] = (16, 16)
-    heads_first: bool = False  # in memory
+    heads_first: bool = False  # the order in memory
     mask: str | None = None
     mask_list: bool = False  # a tensor for each sequence, unless all share one
     is_causal: bool = False
-    offsets: str = "none"  # or one number for all, or one each
+    offsets: str = "none"  # or "one" number for all, or one for "each"
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
-    slopes: int = 0  # how many dimensions
+    slopes: int = 0  # their number of dimensions
     sinks: int = 0
     weights: bool = False
 
@@ -119,7 +119,7 @@ class Packed:
         } | ({"query_offset": 7} if self.offsets == "one" else {})
 
     def starts(self, only: int | None = None) -> tuple[Tensor, Tensor]:
-        """Where the sequences begin and end; with ``only`` all others are empty."""
+        """Returns where the sequences begin and end; with ``only``, all others are empty."""
         lengths = [pair if only in (None, b) else (0, 0) for b, pair in enumerate(self.lengths)]
         starts = torch.tensor([(0, 0), *lengths], device=gpu.DEVICE).cumsum(0)
         return starts[:, 0], starts[:, 1]
@@ -127,7 +127,7 @@ class Packed:
     def run(
         self, tensors: dict[str, Tensor], only: int | None = None, dropout_p: float = 0.0
     ) -> dict[str, Tensor]:
-        """Packed; with ``only``, of the tensors of that sequence."""
+        """Makes a packed call; with ``only``, ``tensors`` are those of that sequence alone."""
         torch.manual_seed(0)
         query, key, value, options = split(tensors)
         starts = self.starts(only)
@@ -140,7 +140,7 @@ class Packed:
         return dict(zip(self.names(), results, strict=True))
 
     def run_alone(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One sequence, in a call that knows nothing of others; its results as a packed call has them."""
+        """Calls attention for one sequence alone; returns its results in the form of a packed call."""
         query, key, value, options = split(tensors)
         if "query_offset" in options:
             options["query_offset"] = int(options["query_offset"])
@@ -156,7 +156,7 @@ class Packed:
         return ("out", "weights", "lse") if self.weights else ("out", "lse")
 
     def part(self, b: int, name: str, tensor: Tensor) -> Tensor:
-        """What is sequence b's of an input or of a result."""
+        """Returns the part of an input or of a result that is sequence b's."""
         starts_q, starts_k = (starts.tolist() for starts in self.starts())
         queries, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
         if name in ("query", "out"):
@@ -174,7 +174,7 @@ class Packed:
         return tensor[b if tensor.shape[0] > 1 else 0] if tensor.dim() == 4 else tensor
 
     def parts(self, b: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is sequence b's, as tensors of their own."""
+        """Returns copies of the parts that are sequence b's."""
         return {
             name: self.part(b, name, tensor).detach().clone().requires_grad_(tensor.requires_grad)
             for name, tensor in tensors.items()
@@ -189,9 +189,9 @@ def split(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, dict[str,
 def everything(
     case: Packed, results: dict[str, Tensor], tensors: dict[str, Tensor], b: int | None = None
 ) -> dict[str, Tensor]:
-    """The results and the gradients of the inputs; of sequence b, with what is its own of the cotangents.
+    """Returns the results and the gradients of the inputs, given sequence b's part of the cotangents, or all.
 
-    Not those through the weights: torch sums their padded rows, in another order than shorter ones.
+    Gradients through the weights are left out: torch sums padded rows in another order than shorter ones.
     """
     generator = torch.Generator().manual_seed(4000)
     total = sum(queries for queries, _ in case.lengths)
@@ -203,8 +203,8 @@ def everything(
 
 
 def check_alone(case: Packed) -> None:
-    """Asserts that each sequence has the bits that it has alone, that there are zeros where no sequence is,
-    and that the gradients of what sequences share are their sums.
+    """Asserts that each sequence has the bits that it has alone, that rows of no sequence are zero, and that
+    the gradients of tensors that sequences share are the sums over these.
     """
     tensors = case.inputs()
     packed = everything(case, case.run(tensors), tensors)
@@ -236,7 +236,7 @@ def check_alone(case: Packed) -> None:
             for name in shared:
                 case.part(b, inputs[name], exact[name]).add_(results[name])
     for name, tensor in rest.items():
-        assert not tensor.any(), f"{name} where no sequence is"
+        assert not tensor.any(), f"{name} is not zero in rows of no sequence"
     for name in shared:
         assert_accurate(name, packed[name], exact[name], peer[name], dtype=case.dtype)
 
@@ -264,13 +264,13 @@ def test_pair_of_options(case: Packed, one_thread: None) -> None:
     check_alone(case)
 
 
-#: float32 is a sum of up to three bfloat16 numbers where an instruction set multiplies those.
+#: On instruction sets that multiply bfloat16 numbers, float32 numbers are sums of up to three of them.
 ARITHMETICS = [*((dtype, "highest") for dtype in DTYPES), (torch.float32, "high"), (torch.float32, "medium")]
 
 
 @pytest.fixture
 def precision() -> Iterator[Callable[[str], None]]:
-    """Sets torch's precision of float32 products, until the test ends."""
+    """Lets a test set torch's precision of float32 products, and restores it after the test."""
     before = torch.get_float32_matmul_precision()
     yield torch.set_float32_matmul_precision
     torch.set_float32_matmul_precision(before)
@@ -291,7 +291,7 @@ def test_instruction_sets(
 @pytest.mark.parametrize("mask_list", [False, True])
 @pytest.mark.parametrize("mask", ["float", "float rows", "float keys"])
 def test_one_query_or_one_key(mask: str, mask_list: bool, isa: str, one_thread: None) -> None:
-    """Where a sequence's own mask has one row or one column, as if it were broadcast along it."""
+    """The own mask of such a sequence has one row or one column, and looks as if it were broadcast."""
     lengths = ((1, 200), (70, 1), (150, 90), (1, 1))
     check_alone(Packed(lengths=lengths, heads=(4, 2), mask=mask, mask_list=mask_list))
 
@@ -299,7 +299,7 @@ def test_one_query_or_one_key(mask: str, mask_list: bool, isa: str, one_thread: 
 @pytest.mark.parametrize(
     "case",
     [
-        # With one kv head, three threads are at two sequences at once.
+        # With one kv head, three threads work on two sequences at once.
         Packed(torch.bfloat16, ((400, 600), (390, 600), (380, 590)), heads=(4, 1), slopes=1),
         Packed(torch.bfloat16, heads=(2, 1), dims=(64, 64), mask="shared keys"),
         Packed(torch.float32, heads=(2, 1), mask="shared"),
@@ -321,7 +321,7 @@ def test_threads(case: Packed, isa: str, one_thread: None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dropout_counts_sequences(dtype: torch.dtype, isa: str) -> None:
-    """A sequence drops the same whoever else is there: its number counts, not its place."""
+    """A sequence drops the same weights in any batch: its number counts, not its place."""
     case = Packed(dtype, weights=True)
     tensors = case.inputs()
     packed = case.run(tensors, dropout_p=0.4)

@@ -1,4 +1,4 @@
-"""Packed sequences: every option judged sequence by sequence, the same bits as alone, and the packing."""
+"""Packed sequences: every option, the bits of single calls, and the packing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from varlen_cases import VarlenCase, packed, starts
 
 from selfattn_ext import ops, reference, scaled_dot_product_attention, varlen_attention
 
-#: Empty sequences on either side, single rows, primes, long beside short, none at all.
+#: Batches with sequences without queries or keys, single rows, primes, long beside short, or none.
 SEQUENCES = (
     ((5, 5), (0, 3), (17, 17), (1, 1), (4, 0), (2, 13)),
     ((1, 1),),
@@ -88,7 +88,7 @@ MIXED = varlen_cases.of(
 
 @pytest.mark.parametrize("case", [*CASES, MIXED], ids=lambda case: f"{case.seed}-{case}")
 def test_options(case: VarlenCase) -> None:
-    """On every kernel, before one judge: that takes longer than they do."""
+    """One judge serves all kernels, because it takes longer than they do."""
     tensors = case.inputs()
     cotangents = cotangents_of(case.run(tensors), case.seed)
     judge = Judge(case, tensors, cotangents)
@@ -99,7 +99,7 @@ def test_options(case: VarlenCase) -> None:
 
 
 def alone(case: VarlenCase, tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
-    """The tensors of one sequence as a batch of one."""
+    """Returns the tensors of one sequence as a batch of one."""
     before = [case.sequences[i] for i in range(index)]
     queries, keys = case.sequences[index]
     first_query, first_key = (sum(lengths) for lengths in zip(*before, strict=True)) if before else (0, 0)
@@ -153,7 +153,7 @@ def test_dropout_drops_what_a_padded_call_drops() -> None:
 
 
 def padded_attention(padded: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """torch's own with a padding mask, and the gradients; of both the packed rows."""
+    """Returns the packed rows of torch's own attention with a padding mask, and of its gradients."""
     padded = padded.detach().requires_grad_()
     longest = padded.shape[2]
     real = torch.arange(longest, device=padded.device) < torch.tensor(lengths, device=padded.device)[:, None]
@@ -166,7 +166,7 @@ def padded_attention(padded: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor
 
 
 def test_torch_padded(device: str) -> None:
-    """The judge that is not ours: torch's own attention in float64, beside what it gives in float32."""
+    """A judge that is not ours: torch's own attention in float64, with its float32 result as the peer."""
     lengths = [11, 3, 29, 1]
     padded = torch.randn(4, 3, 29, 32, device=device)
     rows = packed(padded, lengths).requires_grad_()
@@ -179,8 +179,8 @@ def test_torch_padded(device: str) -> None:
 
 
 class _Copies(TorchDispatchMode):
-    """The operators of torch whose result is as large as a limit and lies in memory that is neither a
-    tensor's nor a result of ours.
+    """Finds the operators of torch that copy: whose result is as large as a limit, and lies in memory of
+    neither a given tensor nor a result of ours.
     """
 
     def __init__(self, tensor: Tensor, limit: int) -> None:
@@ -226,7 +226,7 @@ def test_offsets_may_be_strided_and_written_after_the_call() -> None:
 
 
 def test_rows_of_no_sequence() -> None:
-    """Results 0 and -inf, gradients 0, and no influence, whatever they hold."""
+    """Such rows have results 0 and -inf and gradients 0, and no influence, whatever they hold."""
     case = varlen_cases.of(((5, 6), (2, 3)), more=4, lse=True)
     ours = check(case)
     assert ours["out"][7:].abs().max() == 0
@@ -285,7 +285,7 @@ def test_two_runs_and_other_thread_counts_give_the_same_bits(one_thread: None) -
 
 
 def test_the_reference_is_the_formula_of_each_sequence() -> None:
-    """The judge is judged: against the padded formula with the rest hidden."""
+    """The judge itself equals the padded formula with the padding hidden."""
     case: Case = varlen_cases.of(((4, 6), (3, 2)), is_causal=True, dropout_p=0.3, sinks=2, alibi=2)
     padded = super(VarlenCase, case).inputs()
     seed = dropout_seed(0)

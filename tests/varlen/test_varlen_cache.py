@@ -1,4 +1,4 @@
-"""varlen_attention on caches: queries of different numbers per sequence, keys in pages or in slots."""
+"""varlen_attention on caches: different numbers of queries, keys in pages or slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from selfattn_ext.varlen import cached_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: (queries, keys) of each sequence: single tokens, a prompt, nothing, a chunk behind a past.
+#: (queries, keys) of each sequence: single tokens, a prompt, empty ones, a chunk that follows older keys.
 SEQUENCES = ((1, 9), (11, 11), (0, 5), (3, 20), (2, 0))
 QUERIES, KEYS = [one for one, _ in SEQUENCES], [one for _, one in SEQUENCES]
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, CAPACITY = 4, 2, 8, 5, 24
@@ -28,7 +28,7 @@ LENGTHS = {"max_seqlen_q": 11, "max_seqlen_k": 20}
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed queries, and caches (B, Hk, CAPACITY, E) that are NaN behind the keys."""
+    """Returns packed queries, and caches (B, Hk, CAPACITY, E) that hold NaN after the keys."""
     generator = torch.Generator().manual_seed(5)
     query = drawn((sum(QUERIES), HEADS, HEAD_DIM), generator).to(gpu.DEVICE, dtype)
     shape = (len(KEYS), KV_HEADS, CAPACITY)
@@ -40,12 +40,12 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 
 
 def packed(cache: Tensor) -> Tensor:
-    """The keys of a cache, (total, Hk, E)."""
+    """Returns the keys of a cache, packed as (total, Hk, E)."""
     return torch.cat([cache[b, :, :count].transpose(0, 1) for b, count in enumerate(KEYS)])
 
 
 def as_cache(form: str, caches: list[Tensor], index_dtype: torch.dtype = torch.int32) -> dict[str, Any]:
-    """The arguments that say where the keys are: ``form`` is "slots" or the size of pages."""
+    """Returns the arguments that say where the keys are; ``form`` is "slots" or the size of pages."""
     used = torch.tensor(KEYS, dtype=index_dtype, device=gpu.DEVICE)
     if form == "slots":
         key, value = (cache.transpose(1, 2).flatten(0, 1) for cache in caches)
@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", ["slots", "7"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_formula(dtype: torch.dtype, form: str, name: str, kernel: str) -> None:
-    """And the bits of packed keys."""
+    """The results also have the bits of packed keys."""
     options = {
         key: one.to(gpu.DEVICE) if isinstance(one, Tensor) else one for key, one in OPTIONS[name].items()
     }
@@ -103,13 +103,13 @@ def test_the_formula(dtype: torch.dtype, form: str, name: str, kernel: str) -> N
 
 
 def test_lengths_may_come_from_offsets() -> None:
-    """As in FlashAttention 2, which has no other."""
+    """FlashAttention 2 takes lengths as offsets only."""
     given = arguments("7")
     expected = varlen_attention(**given)
     assert torch.equal(
         varlen_attention(**given | {"seqused_k": None, "cu_seqlens_k": starts(KEYS)}), expected
     )
-    # Where both are given, those of the cache count.
+    # If both are given, seqused_k counts.
     assert torch.equal(varlen_attention(**given | {"cu_seqlens_k": starts([CAPACITY] * 5)}), expected)
     wide = {name: given[name].long() for name in ("seqused_k", "block_table", "cu_seqlens_q")}
     assert torch.equal(varlen_attention(**given | wide), expected)
@@ -126,7 +126,7 @@ def test_masks_have_the_capacity() -> None:
 
 
 def test_the_pages_of_a_helper() -> None:
-    """A KVCache's pages, of both layouts, without a copy."""
+    """A KVCache's pages can be passed in both layouts, without a copy."""
     for layout in ("bhld", "blhd"):
         cache = KVCache(1, 3, KV_HEADS, HEAD_DIM, 32, page_size=4, layout=layout, device=gpu.DEVICE)
         cache.extend([4, 1, 7])
@@ -157,8 +157,8 @@ def test_queries_of_one_number_are_those_of_attention_with_kvcache() -> None:
     assert torch.equal(out, expected.flatten(0, 1))
 
 
-#: Queries and keys, heads and kv heads, the size of pages, heads inside: some sequences need more memory for
-#: rows, others for pages or heads.
+#: Queries, keys, heads, kv heads, the size of pages, and whether heads lie inside pages: some sequences need
+#: more memory for rows, others for pages or heads.
 UNLIKE = {
     "many rows, many pages": ((4, 1), (64, 40000), 8, 1, 2, False),
     "many rows, many heads": ((4, 1, 3, 1, 1, 1), (128,) * 6, 24, 3, 128, True),
@@ -169,7 +169,7 @@ UNLIKE = {
 @pytest.mark.parametrize("name", UNLIKE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_unlike_sequences_in_company(dtype: torch.dtype, name: str, isa: str) -> None:
-    """Sequences share a thread's memory: it must do for each of them, and none may see the others' in it."""
+    """Sequences share a thread's memory: it must suffice for each, and none may see another's numbers."""
     queries, keys, heads, kv_heads, page_size, inside = UNLIKE[name]
     generator = torch.Generator().manual_seed(2)
     query = drawn((sum(queries), heads, 16), generator).to(gpu.DEVICE, dtype).split(list(queries))
@@ -221,7 +221,7 @@ def test_one_graph(form: str) -> None:
     assert counter.frame_count == 1
 
 
-#: (form, changes of the arguments, error, its text)
+#: (form, changed arguments, error, its text)
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("7", {"seqused_k": index(9, 11, 5, 29, 0)}, ValueError, "seqused_k must lie .* 28, got 29 for 3"),
     ("7", {"seqused_k": index(9, 11, 5, -1, 0)}, ValueError, "seqused_k must lie .* got -1 for 3"),
@@ -290,7 +290,7 @@ def test_without_gradients_parameters_are_fine() -> None:
     ids=str,
 )
 def test_what_a_gpu_would_not_refuse(form: str, name: str, values: Tensor) -> None:
-    """The look at values that is taken for it."""
+    """For a GPU, the values are checked in Python instead."""
     given: dict[str, Any] = {"block_table": None, **arguments(form), name: values}
     options = AttentionOptions(query_offset=given.pop("query_offset", 0))
     call = PackedCall(*(given.get(field) for field in PackedCall._fields[:-1]), options)

@@ -1,4 +1,4 @@
-"""varlen_attention among torch's ways to call: compiled, exported, transformed, under autocast."""
+"""varlen_attention compiled, exported, transformed by torch.func, and under autocast."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_offsets_may_be_arguments_of_a_transformed_function() -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_vmap(dropout_p: float) -> None:
-    """Each slice gets what it gets alone, gradients of shared tensors too."""
+    """Each slice gets the results that it gets alone, and so do gradients of shared tensors."""
     queries, masks = torch.randn(3, ROWS, HEADS, WIDTH), torch.randn(HEADS, 7, 7, 3)
 
     def call(query: Tensor, mask: Tensor, value: Tensor = VALUE) -> Tensor:
@@ -118,7 +118,7 @@ def test_a_graph_for_masks_of_all_lengths() -> None:
 
 
 def test_one_graph_with_gradients() -> None:
-    """Also of one tensor that is query, key and value, and of a mask for each sequence."""
+    """One tensor is query, key and value, and masks for each sequence are given, too."""
     masks = [torch.randn(2, 2), torch.randn(0, 0), torch.randn(7, 7)]
 
     def step(query: Tensor, key: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_operations_are_those_of_the_sequences() -> None:
 
 
 def test_the_call_of_flash_attention() -> None:
-    """Its lower-right causal rule, by the offset that the docstring names."""
+    """The offset that the docstring names gives FlashAttention's lower-right causal rule."""
     offsets_k = starts((5, 3, 11))
     key = torch.randn(19, HEADS, WIDTH)
     out = varlen_attention(

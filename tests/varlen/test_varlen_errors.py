@@ -1,4 +1,4 @@
-"""What varlen_attention refuses: by which exception, and before anything reads by offsets that are wrong."""
+"""varlen_attention refuses wrong arguments before anything reads by wrong offsets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDLESS = {"max_seqlen_q": 2**39, "max_seqlen_k": 2**39}
 MASKS = [torch.ones(2, 2), torch.ones(0, 0), torch.ones(HEADS, 7, 7)]
 
 
-#: name -> (changed arguments, exception, words of the message).
+#: name -> (changed arguments, exception, words in the message).
 BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "rank": ({"query": QUERY[None]}, ValueError, ["query", "3 dimensions", "(1, 9, 4, 8)"]),
     "rank of key": ({"key": KEY[:, 0], "value": VALUE[:, 0]}, ValueError, ["key", "3 dimensions", "(9, 8)"]),
@@ -119,18 +119,18 @@ def test_bad_arguments(name: str) -> None:
 
 
 def test_nothing_reads_by_offsets_that_were_refused() -> None:
-    """The operators themselves refuse them, whoever calls: with numbers that no tensor has."""
+    """The operators themselves refuse offsets outside of tensors, whoever calls them."""
     four = QUERY.transpose(0, 1).unsqueeze(0)
     for bad in (index(0, 2, 2**40), index(0, -(2**50), 9), index(-8, 2, 9), index(0, 9, 2)):
         for given in ({"cu_seqlens_q": bad, "cu_seqlens_k": bad}, {"cu_seqlens_q": bad}):
             keys = four if "cu_seqlens_k" in given else four.expand(2, -1, -1, -1)
-            # On a GPU nobody looks at offsets on the way; the sizes beside them are refused there.
+            # On a GPU the operators do not read offsets; the sizes given with them are refused there.
             with pytest.raises((ValueError, RuntimeError), match=r"cu_seqlens|larger than memory"):
                 ops.attention_forward(four, keys, keys, 1.0, max_seqlen_q=2**41, max_seqlen_k=2**41, **given)
 
 
 def test_values_are_looked_at_once_for_as_long_as_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would have to be waited for."""
+    """Reading values on a GPU would wait for it, so known values are not read again."""
     looks: list[int] = []
     monkeypatch.setattr(sequence_checks, "_on_host", lambda tensor: False)
     monkeypatch.setattr(sequence_checks, "_numbers", lambda t: looks.append(1) or tuple(t.tolist()))

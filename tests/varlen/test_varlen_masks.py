@@ -1,4 +1,4 @@
-"""Packed sequences with masks of their own: a list of them, its gradients and its memory."""
+"""Packed sequences with a list of masks, one for each: results, gradients and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_mask_for_each_sequence(kind: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operator returns."""
+    """Notes the bytes of the largest tensor that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("shape", ["square", "keys", "heads"])
 def test_masks_of_sequences_are_not_padded(shape: str, requires_grad: bool) -> None:
-    """One long sequence among many short ones: no tensor is larger than all masks together, or than query."""
+    """With one long and many short sequences, no tensor is larger than all masks together, or than query."""
     lengths = [64, *[3] * 30]
     shapes = {"square": lambda n: (n, n), "keys": lambda n: (n,), "heads": lambda n: (2, n, n)}
     masks = [torch.randn(shapes[shape](n)).requires_grad_(requires_grad) for n in lengths]
@@ -80,8 +80,8 @@ def test_masks_of_sequences_are_not_padded(shape: str, requires_grad: bool) -> N
 
 @pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_of_some_masks(mask_dtype: torch.dtype, device: str) -> None:
-    """Masks with and without gradients, one tensor twice, one that is no leaf: each gets what it gets in a
-    call with its sequence alone, in its own dtype.
+    """Masks with and without gradients, one given twice, and one that is no leaf get the gradients of calls
+    with their sequence alone, in their own dtype.
     """
     lengths = [20, 7, 7, 0, 33]
     rows = torch.randn(sum(lengths), 4, 16, device=device)
@@ -124,7 +124,7 @@ def test_second_derivatives_of_masks() -> None:
 
 
 def test_masks_under_transforms() -> None:
-    """torch.func, forward mode and mapped masks too."""
+    """These are torch.func's gradients, forward mode and vmap over masks."""
     rows, offsets = torch.randn(5, 2, 4), starts((2, 3))
     masks = (torch.randn(2, 2, 2), torch.randn(2, 1, 3))
 
@@ -143,7 +143,7 @@ def test_masks_under_transforms() -> None:
 
 
 def test_threads_change_no_bit_of_a_list_of_numbers(one_thread: None) -> None:
-    """A mask that is one number for all pairs of a sequence has a gradient that is one long sum."""
+    """If a mask is one number for all queries and keys of a sequence, its gradient is one long sum."""
     offsets = starts((300, 5))
     query, key, value = (torch.randn(305, 2, 4, device=gpu.DEVICE) for _ in range(3))
     shapes = ((), (1, 1, 1))
@@ -158,7 +158,7 @@ def test_threads_change_no_bit_of_a_list_of_numbers(one_thread: None) -> None:
 
 
 def test_masks_of_unlike_heads_in_company(isa: str, one_thread: None) -> None:
-    """One sequence's sums need more memory than those of another with more keys."""
+    """One sequence's sums need more memory than the sums of another sequence with more keys."""
     lengths, heads = (300, 128, 200), 16
     query, key, value = (
         drawn((sum(lengths), n, 8), torch.Generator().manual_seed(n)).to(gpu.DEVICE, torch.float32)

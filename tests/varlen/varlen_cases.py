@@ -1,4 +1,4 @@
-"""Calls over packed sequences as data, as :mod:`cases` has them over batches."""
+"""Test cases of packed sequences as data, as :mod:`cases` has them for batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from selfattn_ext import reference
 
 
 def starts(lengths: Sequence[int], dtype: torch.dtype = torch.int64, device: str = gpu.DEVICE) -> Tensor:
-    """Cumulative lengths, from 0 on."""
+    """Returns cumulative lengths, which begin with 0."""
     sums = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     return torch.tensor(sums, dtype=dtype, device=device)
 
 
 def packed(padded: Tensor, lengths: Sequence[int], more: int = 0) -> Tensor:
-    """The first rows of each element of (B, H, L, E), one behind the other, as (total, H, E), with as many
-    rows of NaN behind them.
+    """Packs the first rows of each element of (B, H, L, E) as (total, H, E), and appends ``more`` rows of
+    NaN.
     """
     pieces = [element[:, :length].transpose(0, 1) for element, length in zip(padded, lengths, strict=True)]
     rest = padded.new_full((more, padded.size(1), padded.size(3)), torch.nan)
@@ -31,19 +31,19 @@ def packed(padded: Tensor, lengths: Sequence[int], more: int = 0) -> Tensor:
 
 
 def index(*numbers: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Offsets and the like."""
+    """Returns a tensor of indices, such as offsets."""
     return torch.tensor(numbers, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class VarlenCase(Case):
-    """A case of :class:`Case` whose batch are the sequences, and whose lengths are the longest ones."""
+    """A :class:`Case` whose batch consists of packed sequences, and whose lengths are the longest ones."""
 
     sequences: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each
     index_dtype: torch.dtype = torch.int64
     offsets: tuple[int, ...] | None = None  # a query_offset for each
-    mask_list: bool = False  # the mask as a tensor for each sequence
-    more: int = 0  # rows of no sequence behind the last, which hold NaN
+    mask_list: bool = False  # the mask is a list with a tensor for each sequence
+    more: int = 0  # rows after the last sequence that belong to none and hold NaN
 
     @property
     def query_lengths(self) -> list[int]:
@@ -65,7 +65,7 @@ class VarlenCase(Case):
         return tensors
 
     def lengths(self) -> dict[str, Any]:
-        """The four arguments that describe the packing."""
+        """Returns the four arguments that describe the packing."""
         return {
             "cu_seqlens_q": starts(self.query_lengths, self.index_dtype, self.device),
             "cu_seqlens_k": starts(self.key_lengths, self.index_dtype, self.device),
@@ -116,7 +116,7 @@ class VarlenCase(Case):
 
 
 def of(sequences: Sequence[tuple[int, int]], **options: Any) -> VarlenCase:
-    """A case of sequences with (queries, keys) each."""
+    """Makes a case of sequences, each with its (queries, keys)."""
     return VarlenCase(
         batch=len(sequences),
         queries=max((queries for queries, _ in sequences), default=0),
@@ -126,7 +126,7 @@ def of(sequences: Sequence[tuple[int, int]], **options: Any) -> VarlenCase:
     )
 
 
-# A small call, of which tests change arguments.
+# A small call whose arguments tests change.
 ROWS, HEADS, WIDTH = 9, 4, 8
 OFFSETS = starts((2, 0, 7), torch.int32)
 QUERY, KEY, VALUE = (torch.randn(ROWS, HEADS, WIDTH) for _ in range(3))
