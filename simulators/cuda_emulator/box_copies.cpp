@@ -112,7 +112,7 @@ void copy(void* shared, const void* map, void* barrier, const int (&corner)[4], 
   if (when == Copies::kEager || (when == Copies::kRandom && random_number() % 4 == 0)) return complete(box);
   std::memset(shared, 0xff, static_cast<size_t>(bytes));
   in_flight.push_back(box);
-  // Somebody may wait already, for these bytes alone.
+  // A thread may already wait for nothing but these bytes.
   barriers::copy_is_on_its_way(barrier);
 }
 

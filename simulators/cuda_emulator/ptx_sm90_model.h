@@ -1,5 +1,5 @@
-// The instructions of csrc/cuda/common/ptx_sm90.cuh as functions, with the same names and arguments. What
-// each does is said there.
+// The instructions of csrc/cuda/common/ptx_sm90.cuh as functions. They have the same names and arguments, and
+// that file says what they do.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace selfattn::emulator {
 
-// Fails where the device has none of these instructions.
+// Fails if the device has none of these instructions.
 void require_hopper(const Site& site);
 
 void barrier_init(uint64_t* barrier, int arrivals, const Site& site);
