@@ -275,7 +275,7 @@ def run(library: Path, way: Way, left_out: int = 0) -> tuple[str, str]:
 
 
 def follow(command: list[str], environment: dict[str, str]) -> tuple[str, str]:
-    """What a process prints, and how its first failed case ended, or ""; it is stopped at the first failure."""
+    """What a process prints, and how its first failed case ended, or ""; nothing runs after that."""
     lines = []
     with (
         tempfile.TemporaryFile("w+") as errors,

@@ -1,4 +1,4 @@
-"""Writes a refusal for every function of CUDA's runtime that the stand-in lacks, which names it.
+"""Writes a refusal, which names the function, for every function of CUDA's runtime that the machine lacks.
 
 python refusals.py LIBCUDART OUTPUT SOURCE...
 """

@@ -1,4 +1,4 @@
-// Operands of statements: registers, numbers, addresses, lists, names of variables.
+// Decodes operands of statements: registers, numbers, addresses, lists, names of variables.
 #include <cstdlib>
 
 #include "decode/decoder.h"
@@ -6,7 +6,7 @@
 
 namespace ptx_machine {
 
-// "[register + 4]", or with coordinates "[register, {a, b}]", which become a list behind the register.
+// Reads "[register + 4]", or with coordinates "[register, {a, b}]", which become a list after the register.
 Operand Decoder::address(const std::string& text) {
   const std::vector<std::string> parts = split(text.substr(1, text.size() - 2));
   if (parts.empty()) fail("the address " + text);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr u64 kSwizzle128 = 1;
 constexpr u32 kRowBytes = 128, kRowElements = 64, kPatternRows = 8, kPatternBytes = kRowBytes * kPatternRows;
-// Bits of a descriptor: the beginning and both offsets in units of 16 bytes, the base offset, the swizzle.
+// A descriptor's bits: the beginning and both offsets in units of 16 bytes, the base offset, the swizzle.
 constexpr u64 kNumber = 0x3fff;
 constexpr int kLeadingAt = 16, kStrideAt = 32, kBaseAt = 49, kSwizzleAt = 62;
 constexpr u64 kKnown =

@@ -1,6 +1,6 @@
-// cp.async.bulk.tensor: copies of boxes, from device to shared memory. operands: where to, the tensor map,
-// the mbarrier, the coordinates, innermost first; immediate and target: what is added to the first two
-// addresses; count: the coordinates.
+// cp.async.bulk.tensor: copies of boxes, from device to shared memory. operands: the destination, the tensor
+// map, the mbarrier, the coordinates, innermost first; immediate and target: what is added to the first two
+// addresses; count: the number of coordinates.
 #include <cstdio>
 
 #include "execute/counts.h"
