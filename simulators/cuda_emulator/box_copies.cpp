@@ -95,7 +95,7 @@ void copy(void* shared, const void* map, void* barrier, const int (&corner)[4], 
   if (!read_tiled_map(map, box.map) || box.map.rank != 4 || !box.map.swizzles ||
       box.map.box[0] * kElementBytes != kSwizzledRowBytes) {
     fail(whereabouts() + " gives " + to_string(site) +
-         " a tensor map that is none of four dimensions, with boxes of 128 bytes and their swizzle");
+         " a tensor map without four dimensions, boxes of 128 bytes and their swizzle");
   }
   const int bytes = bytes_of(box.map);
   check_shared(shared, bytes, kSwizzleAlignment, site);

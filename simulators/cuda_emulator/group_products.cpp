@@ -305,7 +305,7 @@ int group_of_self(const Site& site) {
   require_hopper(site);
   const int number = self().number / kGroupThreads;
   if (number >= static_cast<int>(block().threads.size()) / kGroupThreads) {
-    fail(whereabouts() + " comes to " + to_string(site) + ", and its warpgroup has not 128 threads");
+    fail(whereabouts() + " comes to " + to_string(site) + ", but its warpgroup lacks some of 128 threads");
   }
   return number;
 }

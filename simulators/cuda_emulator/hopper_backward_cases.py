@@ -117,7 +117,7 @@ def check(case: Case) -> dict[str, Tensor]:
     }
     for name, sees in (("query", seen[:, key]), ("value", seen[query])):
         gradient, before = spoiled[name], ours[f"grad of {name}"]
-        assert gradient[..., sees, 0].isnan().all(), f"{name}: one that sees a NaN has not got it"
+        assert gradient[..., sees, 0].isnan().all(), f"{name}: a row that sees a NaN does not have it"
         assert torch.equal(gradient[..., ~sees, :], before[..., ~sees, :]), f"{name}: a hidden NaN"
     return ours
 

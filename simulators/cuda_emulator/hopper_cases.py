@@ -170,8 +170,8 @@ def check(case: Case) -> dict[str, Tensor]:
     tensors["value"][..., key, 1] = torch.inf
     spoiled = case.run(tensors)
     out, before = spoiled["out"], ours["out"]
-    assert out[..., sees, :2].isfinite().logical_not().all(), "a row that sees a NaN has not got it"
-    assert torch.equal(out[..., ~sees, :], before[..., ~sees, :]), "a row has got what is hidden from it"
+    assert out[..., sees, :2].isfinite().logical_not().all(), "a row that sees a NaN does not have it"
+    assert torch.equal(out[..., ~sees, :], before[..., ~sees, :]), "a hidden value has changed a row"
     assert torch.equal(out[..., 2:], before[..., 2:]), "other columns have changed"
     return ours | {"spoiled": out[..., ~sees, :]}
 

@@ -53,7 +53,7 @@ struct Access {
 // A place with this bit set belongs to an atomic operation.
 constexpr uint32_t kAtomic = 1u << 31;
 
-// What is known of one byte of memory.
+// The accesses to one byte of memory that are known.
 struct Byte {
   Access write;
   std::vector<Access> reads;  // since the write; at least those that are not ordered

@@ -232,7 +232,7 @@ def assert_longest_does_not_matter(case: SequenceCase, given: Named, results: Na
             continue  # the order of its sums over the batch follows from the longest sequence
         if result.shape != other.shape:
             other = other[:, :, : result.shape[2], : result.shape[3]]
-        assert run_cases.bytes_of(result) == run_cases.bytes_of(other), f"{name}, with a longer longest"
+        assert run_cases.bytes_of(result) == run_cases.bytes_of(other), f"{name}, with a longer maximum"
 
 
 @torch.no_grad()
@@ -252,7 +252,7 @@ def check(case: SequenceCase) -> Named:
 @torch.no_grad()
 def compute(case: SequenceCase) -> Named:
     """Computes the results of `check`, for comparison with accurate ones. It leaves out calls for single
-    sequences, which other modules' cases cover, but not a longer longest sequence, which makes another grid.
+    sequences, which other modules' cases cover, but not that for a longer maximum, which makes another grid.
     """
     with torch.enable_grad():
         given, _ = given_by(case, case.inputs())

@@ -1,4 +1,4 @@
-// Where a kernel calls a primitive, for reports.
+// The place where a kernel calls a primitive, for reports.
 #pragma once
 
 #include <string>

@@ -113,7 +113,7 @@ std::string describe_memory(u64 address) {
   const auto after = allocations.upper_bound(address);
   if (after != allocations.begin()) {
     const auto before = std::prev(after);
-    std::snprintf(text, sizeof text, ", %llu bytes behind the begin of %llu bytes at 0x%llx",
+    std::snprintf(text, sizeof text, ", %llu bytes after the beginning of %llu bytes at 0x%llx",
                   static_cast<unsigned long long>(address - before->first),
                   static_cast<unsigned long long>(before->second.bytes),
                   static_cast<unsigned long long>(before->first));

@@ -1,4 +1,4 @@
-// Which memory a kernel may touch. Device memory is host memory, so that a pointer means the same to both.
+// The memory that a kernel may touch. Device memory is host memory, so that a pointer means the same to both.
 //
 // Generic addresses of shared, local and parameter memory lie in windows that the host never maps.
 #pragma once

@@ -230,7 +230,7 @@ MACHINE_MUTANTS = (
         "product: its registers may be touched", _PRODUCTS, "if (uses_[registers[n]] != 0)", "if (false)"
     ),
     MachineMutant(
-        "product: registers are touched behind the fence",
+        "product: registers are touched after the fence",
         _PRODUCTS,
         "if (touched_[used] != fences_ + 1) continue;",
         "continue;",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 DEFINED = re.compile(r"^PTX_MACHINE_EXPORT [\w:* ]*?\b(\w+)\(", re.M)
 
-HEAD = """// Written by refusals.py. By other names for the compiler, which knows their signatures.
+HEAD = """// Written by refusals.py. The compiler sees other names, because it knows their signatures.
 extern "C" int ptx_machine_refuse(const char* name);
 """
 REFUSAL = """extern "C" __attribute__((visibility("default"))) int refused_{name}() __asm__("{name}");

@@ -34,7 +34,7 @@ REPORTS = {
     "not_released": rf"deadlock(.*\n)*.*{BARRIER} is in phase 0, which lacks 256 of 256 arrivals",
     "box_misaligned": rf"gives copy_box_async {AT} an address that is not aligned to 1024 bytes",
     "box_beyond_shared": rf"gives copy_box_async {AT} the byte 32768 of 33792 bytes of shared memory",
-    "map_is_none": rf"gives copy_box_async {AT} a tensor map that is none of four",
+    "map_is_none": rf"gives copy_box_async {AT} a tensor map without four",
     "copy_not_waited_for": rf"nobody has waited for the copy of copy_box_async {AT} to {BARRIER}",
     "products_without_fence": rf"comes to product_async {AT} without any products_fence\(\)",
     "products_without_second_fence": rf"comes to product_async {AT} without products_fence\(\) since",

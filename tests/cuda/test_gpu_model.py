@@ -163,8 +163,9 @@ def quadratic(length: int, heads: int) -> dict[str, int]:
 
 
 def counts_of(model: SimpleNamespace, shape: Any, wrong: str = "") -> dict[str, Any]:
-    """Of the shape's runs, by what the machine would write, with launches of torch; the run `wrong` has more
-    than it should."""
+    """The counts of the shape's runs, as the machine would write them, with launches of torch; the run
+    `wrong` has more than it should.
+    """
     lines: list[dict[str, Any]] = []
     for run in (*shape.counted(), *shape.checked()):
         more = 1.1 if str(run) == wrong else 1.0

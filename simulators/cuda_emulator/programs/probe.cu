@@ -73,7 +73,7 @@ const Wrapper kWrappers[] = {
 };
 constexpr int kWrapperCount = sizeof(kWrappers) / sizeof(kWrappers[0]);
 
-// One warp per problem; `which` is a place in kWrappers.
+// Each warp has one problem; `which` is a place in kWrappers.
 __global__ void probe(int which, int operands, int results, const uint32_t* in, uint32_t* out) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const size_t lane = size_t{blockIdx.x} * kLanes + threadIdx.x;

@@ -80,7 +80,7 @@ struct SpecialRegister {
   u32 offset;
 };
 
-// What a wgmma.mma_async says.
+// The operands and options of a wgmma.mma_async.
 struct Product {
   std::vector<u32> results;  // four registers for every eight columns
   u32 left[4] = {};          // registers of the left matrix, or the descriptor

@@ -25,7 +25,7 @@ Operand Decoder::address(const std::string& text) {
     result.value += base.value;
     result.symbol = base.symbol;
     result.space = base.space;
-    if (parts.size() > 1) fail("coordinates behind a name in " + text);
+    if (parts.size() > 1) fail("coordinates after a name in " + text);
   } else {
     fail("the address " + text);
   }

@@ -152,7 +152,7 @@ void Mbarriers::start(const BoxCopy& copy) {
   const Mbarrier& barrier = find(*copy.warp, *copy.instruction, copy.lane, copy.barrier);
   if (!barrier.fenced) {
     fail(*copy.warp, *copy.instruction, 1u << copy.lane,
-         "a copy whose barrier the asynchronous proxy does not know: no fence.mbarrier_init behind the "
+         "a copy whose barrier the asynchronous proxy does not know: no fence.mbarrier_init after the "
          "initialisation of " +
              name_of(copy.barrier));
   }

@@ -30,7 +30,7 @@ SharedMatrix::SharedMatrix(const Warp& warp, const Instruction& ins, u64 descrip
       stride_(static_cast<u32>(descriptor >> kStrideAt & kNumber) * kChunkBytes),
       turned_(turned) {
   if ((descriptor & ~kKnown) != 0) refuse(warp, ins, descriptor, "has bits that mean nothing");
-  if (descriptor >> kSwizzleAt != kSwizzle128) refuse(warp, ins, descriptor, "has not the 128-byte swizzle");
+  if (descriptor >> kSwizzleAt != kSwizzle128) refuse(warp, ins, descriptor, "lacks the 128-byte swizzle");
   if ((descriptor >> kBaseAt & 7) != 0) refuse(warp, ins, descriptor, "has a base offset");
   const u32 in_row = start_ % kRowBytes, taken = turned ? kRowBytes : 2 * kChunkBytes;
   if (start_ % kPatternBytes != in_row) {

@@ -119,7 +119,7 @@ bool Warp::arrive(const Instruction& instruction, u32 mask) {
   barrier_number = source<u32>(instruction, 0)[lane];
   barrier_threads = instruction.operands[1] == kNoOperand ? 0 : source<u32>(instruction, 1)[lane];
   if (barrier_number >= kBarriers || barrier_threads % kLanes != 0) {
-    fail(*this, instruction, current, "a barrier that there is not, or for a part of a warp");
+    fail(*this, instruction, current, "a barrier that does not exist, or for a part of a warp");
   }
   votes = predicate(instruction.operands[3]) & alive;
   state = State::kAtBarrier;

@@ -1,4 +1,4 @@
-// Where the lanes of an instruction access memory.
+// Accesses of memory by the lanes of an instruction, with their checks.
 #pragma once
 
 #include "execute/warp.h"

@@ -52,7 +52,7 @@ std::string text_of(const Entry& entry, const u8* data) {
   return text.substr(0, text.find('\0'));  // the text is padded with zeros
 }
 
-// What ".target sm_90a" says.
+// The architecture in ".target sm_90a".
 struct Target {
   u32 capability = 0;
   bool alone = false;  // true with a letter: no other device runs it
