@@ -1,4 +1,5 @@
-// Memory that kernels are given: filled with NaN, as its contents are undefined, and between guards.
+// Memory that kernels are given. It is filled with NaN, because its contents are undefined, and lies between
+// guards.
 #pragma once
 
 #include <cstddef>

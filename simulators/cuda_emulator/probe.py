@@ -1,4 +1,4 @@
-"""Inputs and outputs of the PTX wrappers, as programs/probe.cu gives them in the emulator or on a GPU.
+"""Inputs and outputs of the PTX wrappers by programs/probe.cu, in the emulator or on a GPU.
 
 Recordings are numpy archives with, for each wrapper, the source of the answers, the compute capability, and
 the words that went in and came out. golden/ holds those of devices, and oracle/ those of mmasim, a published

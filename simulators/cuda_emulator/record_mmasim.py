@@ -1,4 +1,4 @@
-"""Writes oracle/, the answers of mmasim 2.1.1 (PyPI), a published bit-accurate model of tensor cores.
+"""Writes oracle/, the answers of mmasim 2.1.1 (PyPI). It is a published bit-accurate model of tensor cores.
 
     pip install mmasim==2.1.1 && python simulators/cuda_emulator/record_mmasim.py
 

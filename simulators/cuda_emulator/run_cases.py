@@ -1,4 +1,4 @@
-"""The command line that the modules of cases share: it prints a digest for each case that passes.
+"""The command line that the modules of cases share. It prints a digest for each case that passes.
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.forward_cases [EVERY [FIRST [MOST]]]
 

@@ -1,4 +1,4 @@
-// The threads of one block, and which of them runs: one thread at a time, until it waits or ends.
+// The threads of one block, and which of them runs. One thread runs at a time, until it waits or ends.
 #pragma once
 
 #include <cstdint>

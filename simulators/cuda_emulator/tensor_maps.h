@@ -1,4 +1,4 @@
-// The descriptions of tensors that the emulator's stand-in for the driver (cuda.h) makes for copies of boxes.
+// The tensor maps that the emulator's stand-in for the driver (cuda.h) makes for copies of boxes.
 #pragma once
 
 #include <cstdint>

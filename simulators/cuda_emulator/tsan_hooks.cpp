@@ -1,4 +1,4 @@
-// The functions of libtsan that kernels built with -fsanitize=thread call; libtsan itself is not linked.
+// The functions of libtsan that kernels built with -fsanitize=thread call. libtsan itself is not linked.
 #if defined(SELFATTN_EMULATOR_RACES)
 
 #include <cstddef>

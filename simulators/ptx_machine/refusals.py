@@ -1,4 +1,4 @@
-"""Writes a refusal, which names the function, for every function of CUDA's runtime that the machine lacks.
+"""Writes a refusal for every function of CUDA's runtime that the machine lacks. A refusal names its function.
 
 python refusals.py LIBCUDART OUTPUT SOURCE...
 """

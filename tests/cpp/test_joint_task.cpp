@@ -1,4 +1,4 @@
-// Batch elements as one list of work items: which elements, in which order, and each one's items.
+// Batch elements as one list of work items: which elements, in which order, and which items.
 #include "cpu/joint_task.h"
 
 #include <string>

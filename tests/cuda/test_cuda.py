@@ -1,4 +1,4 @@
-"""CUDA tensors, beyond the tests that run on every device: numbers, layouts, randomness, refusals.
+"""CUDA tensors, beyond tests that run on every device: numbers, layouts, randomness, refusals.
 
 test_options_pairwise.py and test_edge_cases.py run on the GPU's kernels, too. Streams, graphs and devices are
 in test_cuda_runtime.py, large sizes in test_cuda_sizes.py. With SELFATTN_REQUIRE_CUDA=1 a missing GPU is a

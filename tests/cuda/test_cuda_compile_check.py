@@ -1,4 +1,4 @@
-"""scripts/cuda_compile_check.py: it accepts correct kernels, and finds each fault that it looks for."""
+"""scripts/cuda_compile_check.py accepts correct kernels, and finds each fault that it looks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CUDA programs rely on besides numbers: streams, graphs, the current device, no hidden waits."""
+"""What CUDA programs rely on besides numbers: streams, graphs, current device, no hidden waits."""
 
 from __future__ import annotations
 

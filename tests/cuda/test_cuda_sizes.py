@@ -1,4 +1,4 @@
-"""Large sizes on a GPU: more heads than a grid has in y, offsets of more than 31 bits, long rows.
+"""Large sizes on a GPU: more heads than a grid has in y, offsets above 31 bits, long rows.
 
 Memory must not grow with L·S.
 """

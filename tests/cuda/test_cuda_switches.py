@@ -1,4 +1,4 @@
-"""torch's own attention on the GPU by this package's kernels: its three operators, and the block."""
+"""torch's own attention on the GPU by this package's kernels: three operators, and the block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What the decoder hands to instructions/: one statement, with names resolved to registers and places.
+// One statement for instructions/, with names that the decoder has resolved to registers and places.
 #pragma once
 
 #include <string>

@@ -1,4 +1,5 @@
-// Runs the blocks of a launch one after the other: their memory, and the state that their warps begin with.
+// Runs the blocks of a launch one after the other. It prepares their memory and the state in which their
+// warps begin.
 #include <algorithm>
 
 #include "decode/special_registers.h"

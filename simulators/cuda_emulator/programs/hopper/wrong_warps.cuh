@@ -1,4 +1,4 @@
-// Warps that misuse barriers and registers that they hand over, and blocks that misuse one counter.
+// Warps that misuse barriers or registers that they hand over, and blocks that misuse a counter.
 #pragma once
 
 #include "wrong.cuh"

@@ -1,5 +1,5 @@
-"""Implements torch's fused attention on CUDA tensors (flash, memory-efficient, cuDNN) by plain operators.
-torch's own kernels have no PTX. Dropout is refused.
+"""Implements torch's fused attention on CUDA tensors by plain operators. torch's own kernels (flash,
+memory-efficient, cuDNN) have no PTX. Dropout is refused.
 """
 
 from __future__ import annotations
