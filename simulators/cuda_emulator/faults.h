@@ -1,4 +1,4 @@
-// Accesses to memory that does not exist: in a launch they end the launch with a report, not the process.
+// Accesses to memory that does not exist end the launch with a report, not the process.
 #pragma once
 
 namespace selfattn::emulator {

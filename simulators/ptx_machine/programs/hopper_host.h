@@ -1,4 +1,4 @@
-// What the programs of Hopper's instructions share: tensor maps by CUDA's driver, memory, 16-bit numbers.
+// Host code of the programs with Hopper's instructions: tensor maps, memory, 16-bit numbers.
 #pragma once
 
 #include <cstdint>
