@@ -1,5 +1,5 @@
-// The CUDA kernels as CPU kernels: rows of the CPU's table that launch them, in the emulator, on host memory.
-// So the operators, and every test of theirs, can run on them.
+// The CUDA kernels as rows of the CPU's kernel table, launched in the emulator on host memory. So the
+// operators, and all tests of the operators, can run on them.
 #include <cstring>
 #include <memory>
 
@@ -29,12 +29,12 @@ const cuda::Kernel& by_name(const char* name) {
   for (int n = 0; n < count; ++n) {
     if (std::strcmp(kernels[n]->name, name) == 0) return *kernels[n];
   }
-  // Says which names there are.
+  // This throws an error that says which names there are.
   return cuda::choose_kernel(name, AttentionParams(), emulator::options().capability);
 }
 
-// What the operators do on CUDA with the rows' gradients of slopes and sinks. On the CPU they add rows up by
-// themselves: what they find here are the sums, each in one row of its batch and head, and zeros.
+// Adds up the rows' gradients of slopes or sinks, as the operators do on CUDA. On the CPU the operators add
+// up rows themselves, so each batch and head gets its sum in one row and zeros in the others.
 void add_up_rows(const AttentionParams& p, const HeadScalars& coefficient, void* rows) {
   if (rows == nullptr) return;
   const bool shared_by_batch = coefficient.batch_stride == 0;
@@ -62,7 +62,8 @@ constexpr const char* kSm90 = "sm90";
 constexpr const char* kSm80 = "sm80";
 constexpr const char* kSimt = "simt";
 
-// Name is one of the above. A call that the kernel refuses goes to the one that takes it in its place.
+// Name is one of the above. A call that this kernel refuses goes to the kernel that takes such calls in its
+// place.
 template <const char* const& kName>
 struct Emulated {
   static const cuda::Kernel& kernel_for(const AttentionParams& p) {
@@ -89,14 +90,14 @@ struct Emulated {
       if (call.keys > 0) kernel.weights(call, results, {});
     });
   }
-  // One of the functions that a kernel may leave to "simt".
+  // Calls the kernel's own function, or that of "simt" where the kernel leaves the function to it.
   template <auto kFunction, class Params>
   static void run(const Params& p, const ThreadPool&) {
     const auto own = by_name(kName).*kFunction;
     (own != nullptr ? own : by_name(kSimt).*kFunction)(p, {});
   }
 
-  // Only the call says how much of it a backward needs, so that it is allocated there.
+  // How much memory a backward needs is known only with the call's arguments, so backward() allocates it.
   static size_t backward_workspace(const AttentionParams&) { return 0; }
   static void backward(const AttentionParams& p, const BackwardArguments& arguments, const ThreadPool&) {
     const cuda::Kernel& kernel = kernel_for(p);
@@ -157,8 +158,8 @@ extern const Kernel kEmulatedSm80;
 extern const Kernel kEmulatedSimt;
 const Kernel kEmulatedSm90 = Emulated<kSm90>::row("the CUDA kernel for Hopper, in the emulator");
 const Kernel kEmulatedSm80 = Emulated<kSm80>::row("the CUDA kernel with tensor cores, in the emulator");
-// What the CPU chooses by itself here: the loops, as nothing that is tested here asks for the kernel of that
-// name, which takes a tenth of the time of the whole build to compile.
+// The kernel that the CPU chooses by itself. Here it is the loops: no test here needs the fused kernel, which
+// would take a tenth of the build's time to compile.
 const Kernel kFusedScalar = [] {
   Kernel kernel = kLoops;
   kernel.name = "fused";

@@ -8,7 +8,7 @@ namespace selfattn::emulator {
 
 namespace {
 
-// In a file that the race detector's compiler does not instrument: this is one access, not two.
+// The race detector's compiler does not instrument this file, so an atomic operation is one access, not two.
 template <class T>
 T add(T* address, T value, const Site& site) {
   if (shared_memory().is_near(address)) check_shared(address, sizeof(*address), site);

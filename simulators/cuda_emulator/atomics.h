@@ -1,4 +1,4 @@
-// Atomic operations on memory, as far as kernels here use them: relaxed, so that they order nothing.
+// Atomic operations on memory, as far as kernels here use them. They are relaxed, so they order nothing.
 #pragma once
 
 #include "site.h"
@@ -10,7 +10,7 @@ unsigned long long atomic_add(unsigned long long* address, unsigned long long va
 
 }  // namespace selfattn::emulator
 
-// Returns what was there before.
+// Returns the value before the addition.
 inline int atomicAdd(int* address, int value,
                      selfattn::emulator::Site site = selfattn::emulator::Site::at("atomicAdd")) {
   return selfattn::emulator::atomic_add(address, value, site);

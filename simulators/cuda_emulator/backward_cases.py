@@ -2,7 +2,7 @@
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.backward_cases [EVERY [FIRST [MOST]]]
 
-prints a digest of the results and gradients of each: see run_cases.py.
+prints a digest of each case's results and gradients: see run_cases.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from . import run_cases
 
 OPTIONS = {
     "dtype": list(DTYPES),
-    # Squares, less than a tile, a few queries with many keys, the other way round, and an odd number of half
-    # tiles. With these, test_options_pairwise.py need not run in the emulator as well.
+    # Squares, less than a tile, few queries with many keys, many queries with few keys, and an odd number of
+    # half tiles. With these, test_options_pairwise.py need not run in the emulator as well.
     "length": [
         *((length, length) for length in (1, 63, 64, 65)),
         *((7, 13), (129, 140), (5, 200), (200, 7), (65, 192)),
@@ -46,21 +46,21 @@ OPTIONS = {
     "batch": [1, 2],
 }
 
-#: What cuts a mask in different ways, and where reductions over rows and over columns are long.
+#: Options that cut a mask in different ways, and lengths with long reductions over rows and over columns.
 _POSITIONS = [{}, {"is_causal": True, "query_offset": 30}, {"window": (40, 20), "softcap": 1.5}]
 _LENGTHS = [(65, 200), (300, 40), (130, 130), (5, 333), (1, 64)]
 _BROADCASTS = [name for name in MORE_MASKS if name.endswith(("number", *"bhqk"))]
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case; the others in an order that spreads what is alike."""
+    """Every pair of values of two options, in an order that spreads similar values; then the other cases."""
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
     more = [*_mask_cases(), *_bare_cases(), *wide_cases()]
     return [replace(case, seed=index) for index, case in enumerate([*chosen, *more])]
 
 
 def _mask_cases() -> list[Case]:
-    """The gradient of float masks of every broadcast, in turns with each length, dtype and group."""
+    """Float masks of every broadcast, for their gradient; lengths, dtypes and groups take turns."""
     return [
         Case(
             2,
@@ -77,7 +77,7 @@ def _mask_cases() -> list[Case]:
 
 
 def _bare_cases() -> list[Case]:
-    """No options: tiles of every dim with a rest and without, and exponentials beyond float32 at the end."""
+    """Calls without options: every head dim with whole and partial tiles, and exponentials beyond float32."""
     lengths = itertools.cycle([(65, 65), (128, 128), (130, 63), (64, 192)])
     causal = itertools.cycle([False, True, True, False, True])
     sized = [
@@ -85,14 +85,14 @@ def _bare_cases() -> list[Case]:
         for dtype in DTYPES
         for size in (32, 64, 96, 128, 192, 256)
     ]
-    # exp(-lse) overflows at lse < -88.7, and keys of 0 beyond the end have scores of 0.
+    # exp(-lse) overflows at lse < -88.7, and the zeros that stand for keys beyond the end have scores of 0.
     low = [
         Case(1, 2, 1, keys if causal else 70, keys, 64, 64, dtype, opposed=30.0, is_causal=causal)
         for dtype in DTYPES
         for keys, causal in ((64, False), (192, True), (200, False))
     ]
     masked = [Case(1, 2, 1, 70, keys, 64, 64, dtype, mask="low") for dtype in DTYPES for keys in (64, 192)]
-    # Queries that see nothing, and keys that nobody sees: check_hidden fills them with NaN.
+    # There are queries that see nothing and keys that nobody sees: check_hidden fills them with NaN.
     hidden = [
         Case(1, 2, 1, *lengths, size, size, dtype, is_causal=True, query_offset=-20, lse=True)
         for dtype in DTYPES
@@ -102,7 +102,7 @@ def _bare_cases() -> list[Case]:
 
 
 def wide_cases() -> list[Case]:
-    """Heads so wide that dK and dV have kernels of their own, with every option, over several tiles."""
+    """Heads so wide that dK and dV have kernels of their own: every option, over several tiles."""
     options: list[dict[str, Any]] = [
         {"keys": 90},
         {"mask": "float", "is_causal": True, "query_offset": -10},
@@ -116,8 +116,8 @@ def wide_cases() -> list[Case]:
 
 
 def fill_hidden(case: Case, tensors: dict[str, Tensor]) -> bool:
-    """Writes NaN to queries that see nothing, to the gradients of their output and to keys and values that
-    nobody sees, by position alone. Returns whether there are any.
+    """Writes NaN to queries that see nothing, to the gradients of their output, and to keys and values that
+    nobody sees by their positions. Returns whether there are any.
     """
     position = torch.arange(case.queries)[:, None] + case.query_offset
     key, (left, right) = torch.arange(case.keys), case.window
@@ -130,7 +130,7 @@ def fill_hidden(case: Case, tensors: dict[str, Tensor]) -> bool:
         seen &= key <= position + right
     blind, unseen = ~seen.any(1), ~seen.any(0)
     hidden = {"query": blind, "key": unseen, "value": unseen}
-    if not case.sinks:  # they see what the blind see
+    if not case.sinks:  # a sink takes part even in rows that see no key
         hidden["out"] = blind
     for name, rows in hidden.items():
         tensor = tensors[name].detach()
@@ -140,7 +140,7 @@ def fill_hidden(case: Case, tensors: dict[str, Tensor]) -> bool:
 
 
 def check_hidden(case: Case) -> dict[str, Tensor]:
-    """Asserts that results and gradients are accurate, and that NaN in what is hidden changes no bit of them.
+    """Asserts that results and gradients are accurate, and that NaN in hidden places changes no bit of them.
     Returns them.
     """
     results = check(case)

@@ -29,10 +29,10 @@ struct Copy {
   std::vector<const void*> addresses;
 };
 
-// Of each site; one in a header has a name for each file that includes it.
+// A site's primitive, file and line. A site in a header has an entry for each file that includes it.
 using Key = std::tuple<const char*, const char*, int>;
 std::map<Key, Count> counts;
-// By warp, number of the copy in its lane, and quarter of the warp.
+// Keys are the warp, the number of the copy within its lane, and the quarter of the warp.
 std::map<std::tuple<int, int, int>, Copy> copies;
 std::vector<int> copies_of_thread;
 
@@ -42,7 +42,7 @@ void print_report() { std::fprintf(stderr, "cuda emulator: shared memory\n%s", t
 
 int wavefronts(const std::vector<const void*>& addresses) {
   std::array<std::array<uintptr_t, kLanesPerWavefront>, kBanks> words;
-  std::array<int, kBanks> counts{};  // of different words
+  std::array<int, kBanks> counts{};  // how many different words of each bank are needed
   for (const void* address : addresses) {
     const uintptr_t first = reinterpret_cast<uintptr_t>(address) / kWordBytes;
     for (uintptr_t word = first; word < first + kWordsPerLane; ++word) {

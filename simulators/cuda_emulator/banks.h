@@ -11,18 +11,20 @@
 
 namespace selfattn::emulator::banks {
 
-// Wavefronts that take 16 bytes from each of these addresses, at most 8 of them.
+// Returns how many wavefronts it takes to get 16 bytes from each of these addresses, of which there are at
+// most 8.
 int wavefronts(const std::vector<const void*>& addresses);
 
-// 8 lanes (or fewer) have accessed memory together.
+// Counts an access that at most 8 lanes have made together.
 void record(const Site& site, const std::vector<const void*>& addresses);
 
-// A copy of 16 bytes by the running thread. Lanes issue their copies one by one, so the n-th copies of the
-// lanes of a warp count as one instruction; end_block() gathers what there is.
+// Counts a copy of 16 bytes by the running thread. Lanes issue their copies one by one, so the n-th copies of
+// the lanes of a warp count as one instruction; end_block() gathers those that are incomplete.
 void record_copy(const Site& site, const void* destination);
 void end_block();
 
-// One line per place: "load_matrix_x4 at forward.cuh:12: 96 accesses, 96 wavefronts". Then forgets all.
+// Returns a line per place, "load_matrix_x4 at forward.cuh:12: 96 accesses, 96 wavefronts", and forgets all
+// counts.
 std::string take_report();
 
 }  // namespace selfattn::emulator::banks

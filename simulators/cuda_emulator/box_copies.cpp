@@ -95,7 +95,7 @@ void copy(void* shared, const void* map, void* barrier, const int (&corner)[4], 
   if (!read_tiled_map(map, box.map) || box.map.rank != 4 || !box.map.swizzles ||
       box.map.box[0] * kElementBytes != kSwizzledRowBytes) {
     fail(whereabouts() + " gives " + to_string(site) +
-         " a tensor map that is none of four dimensions, with boxes of 128 bytes and their swizzle");
+         " a tensor map without four dimensions, boxes of 128 bytes and their swizzle");
   }
   const int bytes = bytes_of(box.map);
   check_shared(shared, bytes, kSwizzleAlignment, site);
@@ -112,7 +112,7 @@ void copy(void* shared, const void* map, void* barrier, const int (&corner)[4], 
   if (when == Copies::kEager || (when == Copies::kRandom && random_number() % 4 == 0)) return complete(box);
   std::memset(shared, 0xff, static_cast<size_t>(bytes));
   in_flight.push_back(box);
-  // Somebody may wait already, for these bytes alone.
+  // A thread may already wait for nothing but these bytes.
   barriers::copy_is_on_its_way(barrier);
 }
 

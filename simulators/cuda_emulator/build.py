@@ -1,7 +1,7 @@
 """Compiles the package with its CUDA kernels for the emulator, and programs that run in it.
 
 ``python simulators/cuda_emulator/build.py`` prints the path of the library; ``--variant`` chooses how the
-kernels are compiled. Ninja compiles what has changed only, whatever the process that asks.
+kernels are compiled. Ninja compiles only what has changed, whichever process calls it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = ROOT / "simulators" / "cuda_emulator"
 CSRC = ROOT / "csrc"
-#: Where a process finds this package, and what the tests share.
+#: Folders that a process needs on its path: this package, and what the tests share.
 SHARED = (ROOT / "simulators", ROOT / "tests" / "support")
 
 #: The name of the Python module, as selfattn_ext/build/library.py imports it.
 MODULE = "_C"
 
-#: What the operators ask of the framework that needs a GPU: host_device.cpp answers instead.
+#: Functions of the framework that the operators call and that need a GPU: host_device.cpp replaces them.
 OF_A_DEVICE = (
     "aoti_torch_create_device_guard",
     "aoti_torch_delete_device_guard",
@@ -44,16 +44,16 @@ OF_A_DEVICE = (
 sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py")))
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "toolchain.py")))
 
-#: What each variant adds to the flags of the kernels and, apart, of the emulator. Race detection instruments
-#: the kernels only: the emulator itself is what they are judged by.
+#: What each variant adds to the flags of the kernels and to those of the emulator. Race detection instruments
+#: only the kernels, because the emulator is the judge.
 VARIANTS: dict[str, tuple[list[str], list[str]]] = {
-    # -O2 takes one and a half times as long to compile, and the kernels are a small part of what runs then.
+    # -O2 takes one and a half times as long to compile, more than the faster kernels save in a run.
     "plain": (["-Og"], []),
-    # These take longer to compile than to run, too.
+    # These, too, take longer to compile than to run.
     "race": (["-Og", "-fsanitize=thread", "-g1"], ["-DSELFATTN_EMULATOR_RACES"]),
-    # AddressSanitizer sees what null and object-size would, which take a tenth of the time to compile. The
-    # alignment of every access is what the PTX machine checks. With calls instead of the code of each check,
-    # and without alignment, a source compiles in half the time.
+    # AddressSanitizer finds what -fsanitize=null and object-size would find, which take a tenth of the time
+    # to compile; the PTX machine checks alignment. With calls instead of inlined checks, and without the
+    # check of alignment, a source compiles in half the time.
     "asan": (
         [
             "-O0",
@@ -70,7 +70,7 @@ VARIANTS: dict[str, tuple[list[str], list[str]]] = {
 
 @dataclass(frozen=True)
 class Tools:
-    """What a build needs of the environment it runs in."""
+    """The tools of this environment that a build needs."""
 
     compiler: str
     ninja: str
@@ -90,8 +90,8 @@ def tools() -> Tools:
 
 
 def library_sources() -> list[Path]:
-    """The C++ sources of the package, without those of the CUDA kernels and, as they take most of the time to
-    compile, of the fused CPU kernels: adapters.cpp has the loops in their place.
+    """The C++ sources of the package without the CUDA kernels and without the fused CPU kernels, which take
+    most of the time to compile: adapters.cpp has the loops in their place.
     """
     return [
         path
@@ -102,25 +102,25 @@ def library_sources() -> list[Path]:
 
 
 def kernel_sources(folder: Path = CSRC) -> list[Path]:
-    """The CUDA kernels and the C++ files beside them, and the instances of the kernels' templates."""
+    """The CUDA kernels, the C++ files beside them, and the instances of the kernels' templates."""
     found = [path for suffix in ("*.cu", "*.cpp") for path in (folder / "cuda").rglob(suffix)]
     return sorted([*found, *instances(folder)])
 
 
 def instances(folder: Path = CSRC) -> list[Path]:
-    """The instances of the templates in `folder`, which are written if they are missing."""
+    """The instances of the templates in `folder`, written there if they are missing."""
     written = ROOT / "build" / "instances" if folder == CSRC else folder.parent / "instances"
     return [Path(path) for path in sources.write_instances(written, folder)]
 
 
 def emulator_sources() -> list[Path]:
-    """The emulator itself, without what joins it to the package."""
+    """The sources of the emulator itself, without those that join it to the package."""
     joints = ("adapters.cpp", "host_device.cpp", "function_kernels.cpp")
     return sorted(path for path in EMULATOR.glob("*.cpp") if path.name not in joints)
 
 
 class NinjaFile:
-    """The text of a build.ninja, one object file per source."""
+    """The text of a build.ninja with one object file per source."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
@@ -168,14 +168,16 @@ class NinjaFile:
         return "\n".join([*self.lines, ""])
 
 
-#: Static variables of inline functions would be shared with another library of this code in the process.
+#: Without these flags, static variables of inline functions would be shared with another library of this code
+#: in the same process.
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra")
 
 
 def emulated_flags(kernels_in: Path) -> list[str]:
     return [
         *COMMON,
-        # Tensor maps are parameters, which GCC before 4.6 passed in another way.
+        # Tensor maps are passed as parameters; GCC warns that versions before 4.6 passed such parameters
+        # differently.
         "-Wno-psabi",
         "-O2",
         "-DSELFATTN_CUDA_EMULATOR",
@@ -186,7 +188,7 @@ def emulated_flags(kernels_in: Path) -> list[str]:
 
 
 def emulator_objects(file: NinjaFile, variant: str, flags: list[str]) -> list[str]:
-    # Little to compile, and what runs most.
+    # The emulator is little to compile, and most of the time runs in it.
     return file.objects(emulator_sources(), f"{variant}/emulator", [*flags, "-O3", *VARIANTS[variant][1]])
 
 
@@ -199,11 +201,11 @@ def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFil
     file = NinjaFile(tools)
     emulator = emulator_objects(file, variant, emulated)
     kernels = file.objects(kernel_sources(kernels_in), f"{variant}/kernels", [*emulated, *kernel_flags])
-    # The CPU's kernels are not what is tested: a quick build rather than quick kernels.
+    # The CPU's kernels are not under test here, so the build is to be quick rather than the kernels.
     python = ["-isystem", str(tools.torch / "include"), "-isystem", sysconfig.get_path("include")]
     names = [f"-DTORCH_EXTENSION_NAME={MODULE}", "-DSELFATTN_NAMESPACE=selfattn"]
     plain = [*COMMON, "-O1", "-DSELFATTN_CUDA_EMULATOR", f"-I{CSRC}", f"-I{EMULATOR}", *python, *names]
-    # Half of the time of an operator's source goes into torch's headers.
+    # A precompiled header saves half of the time of an operator's source, which goes into torch's headers.
     headers = file.precompiled(EMULATOR / "operators_headers.h", "package", plain)
     operators = [path for path in library_sources() if path.parent == CSRC / "ops"]
     others = [path for path in library_sources() if path not in operators]
@@ -222,7 +224,7 @@ def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFil
     ]
     file.link(f"{variant}/{MODULE}.so", [*package, *kernels, *emulator], shared)
 
-    # torch's own headers, not those of its stable ABI, ask for a newer C++.
+    # torch's full headers need a newer C++ than those of its stable ABI.
     half = file.objects([CSRC / "ops" / "cuda" / "engine_cuda.cpp"], "device", plain)
     half += file.objects([EMULATOR / "host_device.cpp"], "device", [*plain, "-std=c++20"])
     wrapped = [f"-Wl,--wrap={name}" for name in OF_A_DEVICE]
@@ -259,7 +261,7 @@ def run_ninja(
 
 
 def build_function(name: str, headers: dict[str, str], variant: str = "plain") -> Path:
-    """A library of kernels with a function of scores inside, whose headers these are by file name.
+    """A library of kernels that contain a function of scores; the headers are given by file name.
 
     Raises:
         RuntimeError: something does not compile; the message holds the compiler's output.
@@ -285,7 +287,7 @@ def build_function(name: str, headers: dict[str, str], variant: str = "plain") -
 
 
 def objects_folder() -> Path:
-    """Of this Python and torch, in the checkout's build folder."""
+    """The folder of object files for this Python and torch, in the checkout's build folder."""
     return ROOT / "build" / "cuda_emulator" / f"{sys.implementation.cache_tag}_torch{tools().torch_version}"
 
 
@@ -317,7 +319,7 @@ def build(
 
 
 def environment(library: Path, **variables: str) -> dict[str, str]:
-    """The environment of a process that runs tests on a build: of the package's variables, these alone.
+    """The environment of a process that tests a build. Of the package's variables it has only these.
 
     Raises:
         RuntimeError: there is no package to test.
@@ -325,7 +327,7 @@ def environment(library: Path, **variables: str) -> dict[str, str]:
     package = find_spec("selfattn_ext")
     if package is None or package.origin is None:
         raise RuntimeError("selfattn_ext is neither installed nor in this folder")
-    # It may be installed elsewhere than in the checkout.
+    # The package may be installed elsewhere than in the checkout.
     path = [str(Path(package.origin).parents[1]), *map(str, SHARED), os.environ.get("PYTHONPATH", "")]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")},
@@ -337,7 +339,9 @@ def environment(library: Path, **variables: str) -> dict[str, str]:
 
 
 def run(program: Path, *arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in the emulator; options are its variables, and the package's others are left out."""
+    """Runs a program in the emulator with `options` as its variables, and without the package's other
+    variables.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")}
     variables = {f"SELFATTN_EMULATOR_{name.upper()}": value for name, value in options.items()}
     return subprocess.run(
@@ -351,7 +355,7 @@ def run(program: Path, *arguments: str, **options: str) -> subprocess.CompletedP
 
 
 def sanitizers() -> dict[str, str] | None:
-    """What the environment of a process with the asan variant holds besides, None where that cannot run."""
+    """Variables that a process with the asan variant needs besides; None if that cannot run here."""
     compiler = tools().compiler.split()
     paths = []
     for name in ("libasan.so", "libubsan.so"):
@@ -359,7 +363,7 @@ def sanitizers() -> dict[str, str] | None:
         paths.append(subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip())
     if not all(os.path.isabs(path) for path in paths):
         return None
-    # Python's own memory is never given back.
+    # Leaks are not looked for, because Python never gives back some of its own memory.
     return {"LD_PRELOAD": ":".join(paths), "ASAN_OPTIONS": "detect_leaks=0"}
 
 

@@ -50,7 +50,7 @@ void AsyncCopies::complete_where(const Test& test) {
 }
 
 void AsyncCopies::wait(int pending) {
-  // The copies since the last commit belong to no group yet: nothing waits for them.
+  // Copies since the last commit belong to no group yet, so no wait completes them.
   complete_where([&](const Copy& copy) { return copy.group < open_group_ - pending; });
 
   size_t waited = 0;
@@ -62,7 +62,7 @@ void AsyncCopies::wait(int pending) {
 
 void AsyncCopies::pass() {
   if (in_flight_.empty() || options().copies != Copies::kRandom) return;
-  // In any order: groups complete one after the other only for those who wait.
+  // Any copy may complete next: groups complete in order only for threads that wait.
   complete_where([](const Copy&) { return random_number() % 4 == 0; });
 }
 

@@ -1,5 +1,5 @@
-// Asynchronous copies from global to shared memory (cp.async). When they happen between their issue and the
-// wait for them is up to the options; until then the destination holds NaN.
+// Asynchronous copies from global to shared memory (cp.async). The options say when a copy happens, between
+// its issue and the wait for it; until then the destination holds NaN.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@ namespace selfattn::emulator {
 
 class AsyncCopies {
  public:
-  // A new thread, which has issued none.
+  // Begins anew for a new thread, which has issued no copies.
   void restart();
-  // `source` null: zeros.
+  // Begins a copy. Without a `source` it writes zeros.
   void issue(void* destination, const void* source, int bytes, const Site& site);
   void commit();
-  // Until at most the newest `pending` committed groups are incomplete.
+  // Returns when at most the newest `pending` committed groups are incomplete.
   void wait(int pending);
-  // Time passes: some copies may complete.
+  // Lets time pass, so that some copies may complete.
   void pass();
-  // The thread has ended.
+  // Is called when the thread has ended.
   void finish();
 
  private:
@@ -32,13 +32,13 @@ class AsyncCopies {
     int64_t group;
   };
   static void complete(const Copy& copy);
-  // Those for which `test` holds.
+  // Completes the copies for which `test` holds.
   template <class Test>
   void complete_where(const Test& test);
 
   std::vector<Copy> in_flight_;
-  // Group and number, for the race detector, of every copy that has not been waited for, complete or not: a
-  // kernel may not rely on that.
+  // The group and number, for the race detector, of every copy that the thread has not waited for, whether it
+  // is complete or not: a kernel may not rely on completion.
   std::vector<std::pair<int64_t, int64_t>> unwaited_;
   int64_t open_group_ = 0;  // the number of the group that the next commit closes
 };

@@ -1,5 +1,5 @@
 // CUDA C++ for a host compiler: what csrc/cuda/common/device.cuh includes instead of CUDA's headers. Include
-// it after every other header: some of its words (min, max, __global__) are those of others.
+// it after every other header, because it defines words that others use, too (min, max, __global__).
 #pragma once
 
 #include "vector_types.h"

@@ -1,4 +1,5 @@
-// The functions of CUDA's runtime that csrc/cuda/common/tensor_map.cu calls, in the place of CUDA's own file.
+// The functions of CUDA's runtime that csrc/cuda/common/tensor_map.cu calls. The compiler finds this file in
+// place of CUDA's own.
 #pragma once
 
 #define CUDART_VERSION 13000

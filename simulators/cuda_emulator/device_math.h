@@ -1,5 +1,5 @@
-// CUDA's arithmetic functions. Those that a GPU approximates are rounded correctly here, or nearly so:
-// nothing may depend on the bits of an approximation.
+// CUDA's arithmetic functions. Those that a GPU approximates are rounded correctly here, or nearly so,
+// because nothing may depend on the bits of an approximation.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float rsqrtf(float x) { return static_cast<float>(1.0 / ::sqrt(static_cast<double>(x))); }
 
-// Single operations that the compiler may not fuse with others.
+// These are single operations, which the compiler may not fuse with others.
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }

@@ -16,12 +16,12 @@ namespace {
 
 constexpr size_t kAlignment = 512;
 constexpr size_t kGuardBytes = 8 * kAlignment;  // a row of 1,024 floats
-constexpr unsigned char kGuard = 0xa5;          // no kernel writes this, nor NaN
+constexpr unsigned char kGuard = 0xa5;          // no kernel writes this value, and it is not NaN
 
-// [kGuardBytes: how many bytes are between, then a guard][the memory][kGuardBytes of a guard]
+// A block is [kGuardBytes: the size of the memory, then a guard][the memory][kGuardBytes of a guard].
 unsigned char* block_of(void* memory) { return static_cast<unsigned char*>(memory) - kGuardBytes; }
 
-// Both guards of a block, one after the other.
+// Visits both guards of a block.
 template <class Visit>
 void for_guards(unsigned char* block, size_t bytes, const Visit& visit) {
   visit(block + sizeof(size_t), kGuardBytes - sizeof(size_t), "before");

@@ -1,13 +1,14 @@
-// Memory that kernels are given: nothing says what it holds, so NaN, and it ends where it was said to end.
+// Memory that kernels are given. It is filled with NaN, because its contents are undefined, and lies between
+// guards.
 #pragma once
 
 #include <cstddef>
 
 namespace selfattn::emulator {
 
-// Aligned as the framework's allocator does. Guards lie on both sides, which nothing may touch:
-// AddressSanitizer reports whoever does, at the place; without it a guard that has been written to ends the
-// process when the memory is given back.
+// The memory is aligned as the framework's allocator aligns it, and nothing may touch the guards on its two
+// sides. AddressSanitizer reports an access to a guard where it happens; without AddressSanitizer, a write to
+// a guard ends the process when the memory is given back.
 void* allocate_device_memory(size_t bytes);
 void free_device_memory(void* memory);
 

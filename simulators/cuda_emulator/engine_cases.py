@@ -2,9 +2,9 @@
 
     python -m cuda_emulator.engine_cases
 
-judges every operator by the formula, as cases.check does, on the device as on the CPU, tensors without
-elements included; shapes, strides and dtypes must be the same on both. Prints how many calls the device has
-had. tests/cuda/test_emulated_engine.py does so. The memory of results and workspaces is NaN beforehand.
+judges every operator by the formula, as cases.check does, on the device as on the CPU, also for tensors
+without elements; shapes, strides and dtypes must be the same on both. It prints how many calls the device has
+had. tests/cuda/test_emulated_engine.py runs it. Memory of results and workspaces is NaN beforehand.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ SIZES = [
     (1, 1, 1, 6, 7, 0, 8),
 ]
 _ANY: dict[str, Any] = {"softcap": 3.0, "query_offset": 3, "dropout_p": 0.3, "weights": True, "lse": True}
-#: Nothing; everything with a row per batch; and what is shared by the batch.
+#: No options; every option with values for each element of the batch; options that the batch shares.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {**_ANY, "mask": "float", "alibi": 2, "sinks": 2, "is_causal": True, "grad_layout": "columns"},
     {**_ANY, "mask": "float hk", "alibi": 1, "sinks": 1, "grad_layout": "transposed"},
 ]
-#: "" is the automatic choice.
+#: "" leaves the choice to the package.
 KERNELS = ("", "simt", "sm80")
 SCALE = 0.3
 
-#: What operators have returned, or what they are given, by name.
+#: Results or arguments of operators, by name.
 Named = dict[str, Tensor]
 
 
@@ -96,7 +96,7 @@ class Device(Host):
 def compare(
     results_of: Callable[[Host], Named], judge: Callable[[Named], None], devices: list[Device]
 ) -> None:
-    """Asserts that results are accurate on the CPU and on each device, and laid out in the same way."""
+    """Asserts that results are accurate on the CPU and on each device, and have the same layout."""
     expected = results_of(Host())
     judge(expected)
     for device in devices:
@@ -113,25 +113,26 @@ def compare(
 
 
 class AttentionJudge(Judge):
-    """For what the operators of attention return, which is more than the package gives its callers."""
+    """Judges all results of the attention operators, some of which the package does not return to its
+    callers.
+    """
 
     def __init__(self, case: Case, tensors: Named, cotangents: Named) -> None:
         super().__init__(replace(case, weights=True, lse=True), tensors, cotangents)
 
     def assert_accurate(self, results: Named) -> None:
         results = dict(results)
-        # No caller may rely on which maximum it is.
+        # No caller may rely on the value of row_max alone, so the two are judged as lse.
         results["lse"] = results.pop("row_max") + results.pop("row_sum").log()
-        results.pop("out_residual")  # judge_residual
+        results.pop("out_residual")  # judge_residual() judges this
         for name in [name for name in results if name not in self.exact]:
             assert results.pop(name).numel() == 0, f"{name}, which nobody has asked for"
         super().assert_accurate(results)
 
 
 def judge_residual(case: Case, devices: list[Device]) -> None:
-    """What rounding has taken away from out, together with out.
-
-    The sum has the errors of weights of 16 bits, which are far below those of out where values have a mean.
+    """Judges out_residual, what rounding took away from out, by the sum of both. The sum has the errors of
+    16-bit weights, which are far below those of out where values have a mean.
     """
     given: dict[str, Any] = {name: tensor.detach() for name, tensor in case.inputs().items()}
     given["value"] += 4.0
@@ -160,14 +161,14 @@ def judge_residual(case: Case, devices: list[Device]) -> None:
 
 
 def judge_attention(case: Case, devices: list[Device]) -> None:
-    """The operators of attention; each takes what the one before it has returned."""
+    """Judges the operators of attention; each takes results of the one before it."""
     accumulation = reference.accumulation_dtype(case.dtype)
     tensors = {name: tensor.detach() for name, tensor in case.inputs().items()}
-    tensors["value"] = tensors["value"].contiguous()  # query and key have their heads inside
+    tensors["value"] = tensors["value"].contiguous()  # query and key keep a layout with heads inside
     for name in tensors.keys() & {"alibi_slopes", "sinks"}:
         tensors[name] = tensors[name].reshape(-1, case.heads).to(accumulation)
     cotangents = cotangents_for(case)
-    # gradients() wants to know whose.
+    # The judge computes gradients only of tensors that require them.
     asked = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
     judge = AttentionJudge(case, asked, cotangents)
     # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention_function.py.
@@ -206,7 +207,7 @@ def judge_attention(case: Case, devices: list[Device]) -> None:
 
 
 def cotangents_for(case: Case) -> Named:
-    """The gradients of out, weights and lse: those of a sum of out alone, or any."""
+    """The gradients of out, weights and lse: either those of the sum of out alone, or random ones."""
     rows = (case.batch, case.heads, case.queries)
     shapes = {"out": (*rows, case.value_dim), "weights": (*rows, case.keys), "lse": rows}
     zeros = {name: torch.zeros(shape, dtype=case.dtype) for name, shape in shapes.items()}
@@ -217,7 +218,7 @@ def cotangents_for(case: Case) -> Named:
 
 
 def judge_basic_attention(case: Case, device: Device) -> None:
-    """The operators for calls without options."""
+    """Judges the operators for calls without options."""
     tensors = case.inputs()
     cotangents = cotangents_of(cotangents_for(case), case.seed)
     zeros = {name: torch.zeros_like(cotangents[name]) for name in ("weights", "lse")}
@@ -241,7 +242,7 @@ def judge_basic_attention(case: Case, device: Device) -> None:
 def judge_formula(
     formula: Callable[..., Named], tensors: Named, results_of: Callable[[Host], Named], devices: list[Device]
 ) -> None:
-    """For operators that are no attention: the formula of the same tensors in float64 and in their dtype."""
+    """Judges operators other than attention by the formula in float64 and in the tensors' dtype."""
     exact, peer = formula(**exact_inputs(tensors)), formula(**tensors)
 
     def judge(results: Named) -> None:
@@ -252,7 +253,7 @@ def judge_formula(
 
 
 def judge_scores(case: Case, grad: Tensor, devices: list[Device]) -> None:
-    """attention_scores and its gradients."""
+    """Judges attention_scores and its gradients."""
     tensors = {name: tensor for name, tensor in case.inputs().items() if name != "value"}
     given = {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -269,7 +270,7 @@ def judge_scores(case: Case, grad: Tensor, devices: list[Device]) -> None:
 
 
 def judge_softmax(case: Case, scores: Tensor, devices: list[Device]) -> None:
-    """masked_softmax, and its backward, which is given the weights."""
+    """Judges masked_softmax and its backward, which takes the weights."""
     mask = torch.randn(1, case.heads, 1, case.keys)
     weights = reference.masked_softmax(scores, mask, scale=SCALE, is_causal=True)
     grad = torch.randn(scores.shape).to(case.dtype).mT.contiguous().mT
@@ -291,7 +292,7 @@ def judge_softmax(case: Case, scores: Tensor, devices: list[Device]) -> None:
 
 
 def judge_sequences(case: sequence_cases.SequenceCase, devices: list[Device]) -> None:
-    """The operators of attention on packed sequences and on caches."""
+    """Judges the operators of attention on packed sequences and on caches."""
     with torch.enable_grad():
         given, judge = sequence_cases.given_by(case, case.inputs())
     numbers = sequence_cases.numbers_of_call(case)
@@ -303,7 +304,9 @@ def judge_sequences(case: sequence_cases.SequenceCase, devices: list[Device]) ->
 
 
 def judge_own_masks(dtype: torch.dtype, mask_dtype: torch.dtype | None, devices: list[Device]) -> None:
-    """A mask for each sequence, broadcast in every way, beside all that is another for each sequence."""
+    """Judges a mask for each sequence, in every broadcast, with every other option that differs between
+    sequences.
+    """
     lengths = torch.tensor([(0, 0), (5, 7), (0, 3), (33, 40), (1, 64), (2, 0), (70, 9)]).cumsum(0)
     shapes = [2, 5, 7, 1, 0, 3, 1, 33, 1, 2, 1, 64, 1, 1, 1, 1, 70, 9]
     batch, rows, keys = len(lengths) - 1, *lengths[-1].tolist()
@@ -351,7 +354,7 @@ def judge_own_masks(dtype: torch.dtype, mask_dtype: torch.dtype | None, devices:
         )  # fmt: skip
         results = {"out": forward[0], "weights": weights, "lse": forward[1] + forward[2].log()}
         results |= {f"grad of {name}": one for name, one in zip(tensors, of, strict=True)}
-        if dtype != torch.float64:  # sums in which nearly all cancels
+        if dtype != torch.float64:  # these sums cancel nearly to zero
             del results["grad of alibi_slopes"], results["grad of sinks"]
         return results
 
@@ -360,8 +363,8 @@ def judge_own_masks(dtype: torch.dtype, mask_dtype: torch.dtype | None, devices:
 
 
 def judge_append(dims: tuple[int, int], dtype: torch.dtype, packed: bool, paged: bool, call: Host) -> None:
-    """append_to_cache and attention_with_cache: every new row lies behind those before, nothing else has
-    changed, and what comes out is attention over the caches as they are then.
+    """Judges append_to_cache and attention_with_cache: every new row is behind the earlier ones, nothing else
+    has changed, and the result is attention over the updated caches.
     """
     heads, page, lengths, counts = 2, 5, (0, 4, 7), (2, 0, 5) if packed else (3, 3, 3)
     batch, capacity = len(lengths), 3 * page
@@ -407,7 +410,7 @@ def main() -> None:
     torch.manual_seed(0)
     devices = [Device(kernel) for kernel in KERNELS]
     for size, dtype in product(SIZES, DTYPES):
-        # The tensor cores' kernel takes no float64.
+        # The kernel for tensor cores takes no float64.
         able = [device for device in devices if dtype != torch.float64 or device.kernel != "sm80"]
         try:
             for number, options in enumerate(OPTIONS):

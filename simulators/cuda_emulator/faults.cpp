@@ -29,10 +29,10 @@ std::string text_of(const void* address) {
   return text;
 }
 
-// The fault happened in a kernel, at an instruction that nothing resumes, so any code may run here; leaving
-// the handler by fail() is leaving it by a jump, for which SA_NODEFER keeps the signal unblocked.
+// The fault happened in a kernel, at an instruction that nothing resumes, so any code may run here. fail()
+// leaves the handler by a jump, which is why SA_NODEFER keeps the signal unblocked.
 void handle(int number, siginfo_t* info, void*) {
-  if (!in_kernel()) {  // the host's own fault: let it be as it would have been
+  if (!in_kernel()) {  // a fault of the host's code: the default action is right
     sigaction(number, number == SIGSEGV ? &earlier_segv : &earlier_bus, nullptr);
     return;
   }
@@ -42,8 +42,8 @@ void handle(int number, siginfo_t* info, void*) {
 }  // namespace
 
 FaultHandler::FaultHandler() {
-#if !defined(__SANITIZE_ADDRESS__)  // which reports faults itself, with the place
-  // A stack of its own: the fault may be the overflow of a fiber's.
+#if !defined(__SANITIZE_ADDRESS__)  // AddressSanitizer reports faults itself, with the place
+  // The handler needs a stack of its own, because the fault may be an overflow of a fiber's stack.
   static std::vector<char> memory(kHandlerStackBytes);
   stack_t stack{};
   stack.ss_sp = memory.data();

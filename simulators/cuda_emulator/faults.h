@@ -1,10 +1,9 @@
-// Accesses to memory that is not there: within a launch they end it with a report, not the process with a
-// signal.
+// Accesses to memory that does not exist end the launch with a report, not the process.
 #pragma once
 
 namespace selfattn::emulator {
 
-// Handles SIGSEGV and SIGBUS while it lives; elsewhere other handlers are left alone.
+// Handles SIGSEGV and SIGBUS as long as it lives; outside of that, other handlers stay in place.
 class FaultHandler {
  public:
   FaultHandler();

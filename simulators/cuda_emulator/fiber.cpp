@@ -12,7 +12,7 @@
 #endif
 
 #if defined(__x86_64__)
-// Saves the registers that calls preserve on the old stack and takes those of the new one.
+// Saves the registers that calls preserve on the old stack, and loads those of the new stack.
 asm(R"(
   .text
   .type selfattn_emulator_switch, @function
@@ -44,7 +44,7 @@ namespace {
 size_t page() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 #if defined(__SANITIZE_ADDRESS__)
-// The stack that the caller of the emulator runs on, as AddressSanitizer tells it at the first switch.
+// The stack of the emulator's caller, as AddressSanitizer reports it at the first switch.
 const void* caller_stack = nullptr;
 size_t caller_stack_bytes = 0;
 #endif
@@ -54,7 +54,7 @@ size_t caller_stack_bytes = 0;
 Fiber::~Fiber() {
   if (stack_ == nullptr) return;
 #if defined(__SANITIZE_ADDRESS__)
-  // Whoever is given this memory next must not find the marks of frames from which nothing returned.
+  // The next owner of this memory must not find the marks of frames that never returned.
   __asan_unpoison_memory_region(stack_, kStackBytes);
 #endif
   munmap(stack_ - page(), kStackBytes + page());
@@ -84,7 +84,7 @@ void Fiber::prepare(void (*entry)()) {
 #endif
   sanitizer_stack_ = nullptr;
 #if defined(__SANITIZE_ADDRESS__)
-  // Threads that end leave frames behind from which nothing returns.
+  // Threads that end leave frames behind that never return.
   __asan_unpoison_memory_region(stack_, kStackBytes);
 #endif
 }
@@ -110,7 +110,7 @@ void Fiber::entered() {
   const void* stack = nullptr;
   size_t bytes = 0;
   __sanitizer_finish_switch_fiber(nullptr, &stack, &bytes);
-  if (caller_stack == nullptr) {  // the first fiber ever is entered from the caller
+  if (caller_stack == nullptr) {  // the first fiber of the process is entered from the caller
     caller_stack = stack;
     caller_stack_bytes = bytes;
   }

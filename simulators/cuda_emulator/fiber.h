@@ -1,4 +1,4 @@
-// A stack of its own for each CUDA thread, and the switch from one to another.
+// A stack for each CUDA thread, and the switch from one to another.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace selfattn::emulator {
 
 class Fiber {
  public:
-  // The fiber of the caller's own stack.
+  // The fiber of the caller's stack.
   Fiber() = default;
   ~Fiber();
   Fiber(const Fiber&) = delete;
@@ -21,12 +21,12 @@ class Fiber {
   // page below it that nothing may touch.
   void prepare(void (*entry)());
 
-  // Whether the address lies in this fiber's stack.
+  // Returns whether the address lies in this fiber's stack.
   bool holds(const void* address) const { return address >= stack_ && address < stack_ + kStackBytes; }
 
-  // Leaves the running fiber, which is `from`, and goes on with `to`.
+  // Leaves the running fiber, which is `from`, and continues `to`.
   static void switch_to(Fiber& from, Fiber& to);
-  // The first thing that an entry calls.
+  // An entry calls this first.
   static void entered();
 
  private:
@@ -34,11 +34,11 @@ class Fiber {
 
   char* stack_ = nullptr;
 #if defined(__x86_64__)
-  void* top_ = nullptr;  // of the saved registers
+  void* top_ = nullptr;  // where the saved registers are
 #else
   ucontext_t context_;
 #endif
-  void* sanitizer_stack_ = nullptr;  // what AddressSanitizer keeps of a stack that waits
+  void* sanitizer_stack_ = nullptr;  // AddressSanitizer's handle of a stack that is not running
 };
 
 }  // namespace selfattn::emulator

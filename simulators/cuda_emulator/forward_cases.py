@@ -2,7 +2,7 @@
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.forward_cases [EVERY [FIRST [MOST]]]
 
-prints a digest of the results of each: see run_cases.py.
+prints a digest of each case's results: see run_cases.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD_DIMS = (16, 64, 80, 128)
 
 OPTIONS = {
     **option_pairs.OPTIONS,
-    # Squares, and lengths that differ: a few queries are cut along the keys.
+    # Squares, and different lengths: where queries are few, the work is divided along the keys.
     "length": [*((length, length) for length in LENGTHS), (1, 200), (5, 65), (200, 63)],
     "head_counts": [(2, 2), (4, 2), (3, 1)],
     "dims": [*((size, size) for size in HEAD_DIMS), (80, 16), (33, 65)],
@@ -36,9 +36,7 @@ OPTIONS = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case; every dtype with every length and head dim; wide
-    heads.
-    """
+    """Every pair of values of two options; every dtype with every length and head dim; wide heads."""
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
     met = {(case.dtype, case.queries, case.keys, case.head_dim) for case in chosen}
     causal = True
@@ -67,7 +65,7 @@ def cases() -> list[Case]:
 
 
 def _wide_cases() -> list[Case]:
-    """The head dims that kernels have the fewest registers for, on the bare path, with options and with few
+    """The head dims for which kernels have the fewest registers: on the bare path, with options, and with few
     queries.
     """
     paths: list[dict[str, Any]] = [

@@ -1,6 +1,6 @@
 // Kernels with a function of scores inside, for the emulator. They are simt's in float32, sm80's in float16
-// up to 64 dims, and the gradients of captured tensors, compiled for each function with the headers that
-// NVRTC gets (Note [Functions in kernels]); tests/cuda/test_emulated_functions.py calls them.
+// up to 64 dims, and the gradients of captured tensors. They are compiled for each function with the headers
+// that NVRTC gets (Note [Functions in kernels]); tests/cuda/test_emulated_functions.py calls them.
 #include <cmath>
 #include <exception>
 #include <memory>
@@ -18,14 +18,14 @@ namespace selfattn {
 
 namespace {
 
-// As in test_emulated_functions.py. Tensors are contiguous.
+// The same structure is in test_emulated_functions.py. Tensors are contiguous.
 struct Problem {
   int64_t is_half, batch, heads, queries, keys, dim;
   void *query, *key, *value, *out, *row_max, *row_sum;
   void *grad_out, *grad_query, *grad_key, *grad_value;
   const void* function;  // FunctionArguments
   int64_t tensors;
-  const int64_t* sizes;  // of the captured gradients
+  const int64_t* sizes;  // sizes of the gradients of captured tensors
   double* sums;
 };
 
@@ -106,7 +106,7 @@ void run(const Problem& it) {
 
 }  // namespace
 
-// What the emulator has reported, nullptr for nothing.
+// Returns what the emulator has reported, or nullptr.
 extern "C" __attribute__((visibility("default"))) const char* run_function_kernels(const Problem* problem) {
   static std::string report;
   try {

@@ -30,7 +30,7 @@ struct Results {
   int columns = 0;
   std::array<float*, kThreads> registers{};
   std::vector<float> values;  // [thread][columns / 2]
-  int products = 0;           // that have not been waited for
+  int products = 0;           // how many products have not been waited for
   bool shown = false;         // whether the registers hold the values, rather than NaN
 
   int each() const { return columns / 2; }
@@ -39,14 +39,14 @@ struct Results {
 
 struct Product {
   Form form{};
-  bool in_registers = false;  // the left operand
+  bool in_registers = false;  // whether the left operand is in registers
   uint64_t a_matrix = 0;
   uint64_t b_matrix = 0;
   bool adds = false;
   std::shared_ptr<Results> results;
   std::array<std::array<uint32_t, 4>, kThreads> a{};
   std::array<const uint32_t*, kThreads> a_registers{};
-  bool is_new = false;  // the first one of its results
+  bool is_new = false;  // whether it is the first product of its results
   bool has_happened = false;
   int64_t group = 0;
   Site site;
@@ -54,31 +54,31 @@ struct Product {
 
 enum class Kind { kProduct, kFence, kCommit, kWait };
 
-// One step of a warpgroup, which all of its threads take, though not at the same time.
+// One step of a warpgroup. All of its threads take it, though not at the same time.
 struct Step {
   Kind kind{};
   Site site;
-  int pending = 0;  // of a wait
+  int pending = 0;  // how many groups a wait leaves pending
   int arrived = 0;
   Product product;
   std::vector<Thread*> waiting;
-  races::Order knowledge;  // what every thread of the group knows that has come
+  races::Order knowledge;  // what the threads that have come know, together
 };
 
 struct Group {
-  std::deque<Step> steps;  // those that some threads have taken and others not
+  std::deque<Step> steps;  // steps that some threads have taken and others not
   int64_t first = 0;       // the number of the first of them
   std::array<int64_t, kThreads> taken{};
-  int64_t waits_passed = 0;  // the number behind that of the last wait that all have come to
+  int64_t waits_passed = 0;  // one more than the number of the last wait that all have come to
 
-  std::deque<Product> in_flight;  // until the wait for them
+  std::deque<Product> in_flight;  // products that nothing has waited for yet
   int64_t open_group = 0;         // the number of the group that the next commit closes
-  int64_t number = 0;             // of products so far, for the race detector
-  int64_t waited = 0;             // of products that are waited for
+  int64_t number = 0;             // how many products there were so far, for the race detector
+  int64_t waited = 0;             // how many of them have been waited for
 
-  // When, in numbers of steps.
+  // The steps, by number, of the last fence and of the waits that handed results back.
   int64_t fenced = -1;
-  std::map<const float*, int64_t> handed_back;  // results' registers of the group's first thread
+  std::map<const float*, int64_t> handed_back;  // by the results' registers in the group's first thread
 };
 
 std::vector<Group> groups;
@@ -91,7 +91,7 @@ std::string hexadecimal(const void* address) {
 
 size_t thread_in_group() { return static_cast<size_t>(self().number % kGroupThreads); }
 
-// The step that this thread takes now.
+// Returns the step that this thread takes now.
 Step& next_step(int number, Kind kind, int pending, const Site& site) {
   Group& group = groups[static_cast<size_t>(number)];
   const auto place = static_cast<size_t>(group.taken[thread_in_group()]++ - group.first);
@@ -124,7 +124,7 @@ void compute(Product& product) {
   product.has_happened = true;
 }
 
-// Writes values, or NaN, to the registers.
+// Writes the values, or NaN, to the registers.
 void show(Results& results, bool values) {
   const auto bytes = static_cast<size_t>(results.each()) * sizeof(float);
   for (size_t thread = 0; thread < kThreads; ++thread) {
@@ -137,7 +137,7 @@ void show(Results& results, bool values) {
   results.shown = values;
 }
 
-// The registers must hold what was shown there.
+// Fails unless the registers hold what was shown there.
 void check_untouched(Results& results, const Product& product) {
   const auto bytes = static_cast<size_t>(results.each()) * sizeof(float);
   const std::vector<unsigned char> nan(bytes, 0xff);
@@ -149,7 +149,7 @@ void check_untouched(Results& results, const Product& product) {
   }
 }
 
-// `shows`: at once, rather than at the wait.
+// Computes the product. `shows` makes its results visible at once, rather than at the wait.
 void happen(Product& product, bool shows) {
   Results& results = *product.results;
   check_untouched(results, product);
@@ -157,7 +157,7 @@ void happen(Product& product, bool shows) {
   if (shows || results.shown) show(results, true);
 }
 
-// The oldest product that has not happened does.
+// Computes the oldest product that has not happened yet.
 bool next_happens(Group& group) {
   for (Product& product : group.in_flight) {
     if (product.has_happened) continue;
@@ -167,7 +167,7 @@ bool next_happens(Group& group) {
   return false;
 }
 
-// All threads have come to a product.
+// Begins a product that all threads have come to.
 void begin(Group& group, Step& step) {
   Product& product = step.product;
   if (group.fenced < 0) {
@@ -198,7 +198,7 @@ void begin(Group& group, Step& step) {
   }
 }
 
-// Hands back what all groups but the newest `pending` have computed.
+// Hands back what all groups except the newest `pending` ones have computed.
 void finish(Group& group, int64_t step_number, int pending) {
   while (!group.in_flight.empty() && group.in_flight.front().group < group.open_group - pending) {
     Product& product = group.in_flight.front();
@@ -226,7 +226,7 @@ void finish(Group& group, int64_t step_number, int pending) {
   }
 }
 
-// What the last thread that takes a step does for all.
+// The last thread that takes a step completes it for all threads.
 void complete_steps(Group& group) {
   while (!group.steps.empty() && group.steps.front().arrived == kGroupThreads) {
     Step step = std::move(group.steps.front());
@@ -251,7 +251,7 @@ void complete_steps(Group& group) {
   }
 }
 
-// The results that these registers of the running thread belong to until a wait, or none.
+// Returns the results in flight that these registers of the running thread belong to, or none.
 std::shared_ptr<Results> results_in_flight(Group& group, const float* d, int columns, const Site& site) {
   const size_t thread = thread_in_group();
   const auto look = [&](const Product& product) {
@@ -265,7 +265,7 @@ std::shared_ptr<Results> results_in_flight(Group& group, const float* d, int col
     }
     return false;
   };
-  // Products that others of the group have yet to come to are the newest.
+  // The newest products are those that other threads of the group have not come to yet.
   for (auto step = group.steps.rbegin(); step != group.steps.rend(); ++step) {
     if (step->product.results != nullptr && look(step->product)) return step->product.results;
   }
@@ -275,7 +275,7 @@ std::shared_ptr<Results> results_in_flight(Group& group, const float* d, int col
   return nullptr;
 }
 
-// With the report of shared memory, so that who reads that knows that there were some.
+// Writes a line beside the report of shared memory, so that its reader knows that there were products.
 void tell_of_products() {
   if (!options().banks) return;
   static const bool told_at_exit =
@@ -305,7 +305,7 @@ int group_of_self(const Site& site) {
   require_hopper(site);
   const int number = self().number / kGroupThreads;
   if (number >= static_cast<int>(block().threads.size()) / kGroupThreads) {
-    fail(whereabouts() + " comes to " + to_string(site) + ", and its warpgroup has not 128 threads");
+    fail(whereabouts() + " comes to " + to_string(site) + ", but its warpgroup lacks some of 128 threads");
   }
   return number;
 }
@@ -346,7 +346,7 @@ void multiply(const Form& form, float* d, const uint32_t* a, uint64_t a_matrix, 
   }
   Results& results = *product.results;
   if (product.is_new) {
-    // The values of the thread's registers, which are the product's from here on.
+    // From here on the values of the thread's registers belong to the product.
     results.registers[thread] = d;
     std::memcpy(results.of(thread), d, static_cast<size_t>(results.each()) * sizeof(float));
     std::memset(d, 0xff, static_cast<size_t>(results.each()) * sizeof(float));

@@ -3,7 +3,7 @@
     export SELFATTN_KERNEL=sm90 SELFATTN_EMULATOR_CAPABILITY=90
     python -m cuda_emulator.hopper_backward_cases [EVERY [FIRST [MOST]]]
 
-prints a digest of the results of each: see run_cases.py.
+prints a digest of each case's results: see run_cases.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from . import backward_cases, run_cases
 OPTIONS = {
     **backward_cases.OPTIONS,
     "dtype": [torch.bfloat16, torch.float16],
-    # A block owns 128 queries or keys; 32, 64 or 128 of the others are computed with at a time, and 64 or 128
-    # are brought.
+    # A block owns 128 queries or keys. It loads 64 or 128 rows of the other side at a time, and computes with
+    # 32, 64 or 128 of them.
     "length": [
         *((17, 1), (63, 65), (64, 64), (65, 127)),
         *((127, 129), (128, 64), (129, 300), (300, 95), (257, 257)),
@@ -39,8 +39,8 @@ OPTIONS = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case; calls on the bare path; large and low scores; at the
-    end a few that together run every statement of the kernels, which mutate.py judges them by.
+    """Every pair of values of two options; calls on the bare path; large and low scores; at the end a few
+    cases that together run every statement of the kernels, for mutate.py.
     """
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
     lengths = [(129, 200), (300, 64), (128, 257), (65, 128)]
@@ -58,13 +58,13 @@ def cases() -> list[Case]:
             for batch, kv_heads in ((1, 1), (2, 2))
         )
     ]
-    # exp(-lse) overflows at lse < -88.7, and keys of 0 beyond the end have scores of 0.
+    # exp(-lse) overflows at lse < -88.7, and the zeros that stand for keys beyond the end have scores of 0.
     low = [
         Case(1, 2, 1, keys if causal else 70, keys, size, size, dtype, opposed=30.0, is_causal=causal)
         for dtype in OPTIONS["dtype"]
         for size, keys, causal in ((64, 64, False), (64, 192, True), (128, 200, False))
     ]
-    # What options there are beyond their dims, and what only looks like a bare call.
+    # These combine options with wide head dims, and contain calls that only look like bare ones.
     wide = [
         Case(1, 2, 1, 130, 140, *dims, torch.bfloat16, **options)
         for dims in ((136, 192), (256, 64), (192, 96))
@@ -76,8 +76,8 @@ def cases() -> list[Case]:
 
 
 def of_statements() -> list[Case]:
-    """Many tiles for a block of each side, on the bare path and with options, of dims with one kernel for dK
-    and dV and with two, with masks that show nothing of some tiles, and with NaN in what is hidden. Small, as
+    """Many tiles on each side of a block, on the bare path and with options; head dims with one kernel for dK
+    and dV, and with two; masks that hide whole tiles; NaN in hidden places. The cases are small, because
     mutate.py runs them often.
     """
     queries = Case(1, 2, 1, 300, 40, 64, 64, torch.bfloat16, is_causal=True, query_offset=-20, lse=True)
@@ -99,9 +99,9 @@ def of_statements() -> list[Case]:
 
 
 def check(case: Case) -> dict[str, Tensor]:
-    """Asserts that the results are accurate, that NaN in what is hidden changes no bit of them, and that NaN
-    in a key or in the gradient of a query's output reaches those that see each other, and nobody else.
-    Returns the results.
+    """Asserts that the results are accurate, that NaN in hidden places changes no bit of them, and that NaN
+    in a key, or in the gradient of a query's output, reaches exactly the rows that see it. Returns the
+    results.
     """
     ours = backward_cases.check_hidden(case)
     if not case.is_causal or case.mask is not None or case.layout == "expanded" or case.dropout_p > 0:
@@ -117,13 +117,13 @@ def check(case: Case) -> dict[str, Tensor]:
     }
     for name, sees in (("query", seen[:, key]), ("value", seen[query])):
         gradient, before = spoiled[name], ours[f"grad of {name}"]
-        assert gradient[..., sees, 0].isnan().all(), f"{name}: one that sees a NaN has not got it"
+        assert gradient[..., sees, 0].isnan().all(), f"{name}: a row that sees a NaN does not have it"
         assert torch.equal(gradient[..., ~sees, :], before[..., ~sees, :]), f"{name}: a hidden NaN"
     return ours
 
 
 def _with_nan(case: Case, ours: dict[str, Tensor], where: str, row: int) -> dict[str, Tensor]:
-    """The gradients where the first element of a row is NaN, of an input or of the output's gradient."""
+    """The gradients if the first element of one row, of an input or of the output's gradient, is NaN."""
     tensors = case.inputs()
     cotangents = cotangents_of({name: ours[name] for name in ours if "grad" not in name}, case.seed)
     cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)

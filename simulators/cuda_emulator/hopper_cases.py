@@ -1,11 +1,11 @@
 """Forwards of the kernel for Hopper in the emulator: its tiles, head dims, options and items of work.
 
-Among them are items with the queries of several heads.
+Some items of work have the queries of several heads.
 
     export SELFATTN_KERNEL=sm90 SELFATTN_EMULATOR_CAPABILITY=90
     python -m cuda_emulator.hopper_cases [EVERY [FIRST [MOST]]]
 
-prints a digest of the results of each: see run_cases.py.
+prints a digest of each case's results: see run_cases.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .sequence_case import SequenceCase
 OPTIONS = {
     **option_pairs.OPTIONS,
     "dtype": [torch.bfloat16, torch.float16],
-    # A tile has 128 queries, and 64, 96 or 128 keys. A block takes several items of work, and these several
-    # tiles of keys.
+    # A tile has 128 queries, and 64, 96 or 128 keys. A block takes several items of work, and each has
+    # several tiles of keys.
     "length": [(17, 1), (64, 65), (65, 127), (127, 129), (128, 64), (129, 300), (300, 95), (257, 257)],
     "head_counts": [(2, 2), (4, 2), (3, 1)],
     "dims": [(64, 64), (40, 16), (96, 96), (72, 80), (128, 128), (128, 64), (192, 128), (136, 192)],
@@ -40,8 +40,8 @@ OPTIONS = {
     "weights": [False],
 }
 
-#: Groups of heads of which an item holds several: all of them, or as many as there is room for, the last of
-#: them in part. With 127 queries of each there is no room for a second one.
+#: Groups of heads of which one item holds several: all heads, or as many as there is room for, so that the
+#: last item is smaller. With 127 queries per head there is no room for a second head.
 FOLDED = {
     **OPTIONS,
     "length": [(17, 65), (31, 129), (64, 64), (65, 140), (127, 130)],
@@ -58,8 +58,8 @@ FOLDED = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case; calls on the bare path for every head dim; at the
-    end a few that together run every statement of the kernel, which mutate.py judges it by.
+    """Every pair of values of two options; calls on the bare path for every head dim; at the end a few cases
+    that together run every statement of the kernel, for mutate.py.
     """
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
     bare = [
@@ -73,7 +73,7 @@ def cases() -> list[Case]:
 
 
 def folded() -> list[Case]:
-    """Of heads that share keys, with fewer than 128 queries: with options, and on the bare path."""
+    """Heads that share keys, with fewer than 128 queries: with options, and on the bare path."""
     bare = [
         Case(1, heads, kv_heads, queries, 140, size, value_size, torch.bfloat16, is_causal=True, lse=True)
         for queries, (heads, kv_heads) in zip((17, 31, 65, 100), FOLDED["head_counts"], strict=True)
@@ -85,8 +85,8 @@ def folded() -> list[Case]:
 
 
 def folded_sequences() -> list[SequenceCase]:
-    """Each with its own number of queries, some with so few that they are left to sm80, and one batch whose
-    longest has too many, so that nothing is folded in it.
+    """Sequences with different numbers of queries, some so few that sm80 takes them, and one batch whose
+    longest sequence has too many queries, so that no heads are folded in it.
     """
     several: list[dict[str, Any]] = [
         {"lengths": ((17, 40), (5, 30), (127, 130), (64, 64), (33, 0)), "heads": 2},
@@ -120,10 +120,10 @@ def folded_sequences() -> list[SequenceCase]:
 
 
 def of_statements() -> list[Case]:
-    """Several items of work for a block, and several tiles of keys for an item: with weights computed beside
-    products (value dims below 192) and not, on the bare path and with options; hidden NaN; keys in pages
-    that boxes fit, and in pages that they do not, behind a sequence of few queries, which is left to others;
-    there heads are folded, of one sequence without keys.
+    """Blocks with several items of work, and items with several tiles of keys: with value dims below 192,
+    where weights are computed beside products, and above; on the bare path and with options; NaN in hidden
+    places; pages of keys that boxes fit, and pages that they do not fit, after a sequence of few queries,
+    which another kernel takes. Heads are folded in these, also for a sequence without keys.
     """
     causal = Case(1, 3, 1, 130, 140, 64, 64, torch.bfloat16, is_causal=True, lse=True)
     wide = replace(causal, heads=2, queries=129, keys=80, head_dim=136, value_dim=192)
@@ -151,8 +151,8 @@ def of_statements() -> list[Case]:
 
 @torch.no_grad()
 def check(case: Case) -> dict[str, Tensor]:
-    """Asserts that the results are accurate, and that NaN and infinities of a value reach those who see it,
-    and nobody else. Returns the results.
+    """Asserts that the results are accurate, and that NaN and infinities of a value reach exactly the rows
+    that see it. Returns the results.
     """
     if isinstance(case, SequenceCase):
         return sequence_cases.check(case)
@@ -170,14 +170,14 @@ def check(case: Case) -> dict[str, Tensor]:
     tensors["value"][..., key, 1] = torch.inf
     spoiled = case.run(tensors)
     out, before = spoiled["out"], ours["out"]
-    assert out[..., sees, :2].isfinite().logical_not().all(), "a row that sees a NaN has not got it"
-    assert torch.equal(out[..., ~sees, :], before[..., ~sees, :]), "a row has got what is hidden from it"
+    assert out[..., sees, :2].isfinite().logical_not().all(), "a row that sees a NaN does not have it"
+    assert torch.equal(out[..., ~sees, :], before[..., ~sees, :]), "a hidden value has changed a row"
     assert torch.equal(out[..., 2:], before[..., 2:]), "other columns have changed"
     return ours | {"spoiled": out[..., ~sees, :]}
 
 
 def assert_like_own_keys(case: Case, ours: dict[str, Tensor]) -> None:
-    """Asserts the bits that heads get which have keys of their own, and with them items of work."""
+    """Asserts that heads get the bits that they get with keys, and so items of work, of their own."""
     tensors = {name: tensor.detach() for name, tensor in case.inputs().items()}
     for name in ("key", "value"):
         tensors[name] = tensors[name].repeat_interleave(case.heads // case.kv_heads, 1)

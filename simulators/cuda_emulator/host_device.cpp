@@ -1,9 +1,7 @@
-// A device cuda:0 whose memory is the host's, for the operators' CUDA half on the emulated kernels. That half
-// is csrc/ops/cuda. The linker hands the library's calls to the framework that need a GPU to the functions
-// __wrap_* here.
-//
-// Two operators, to_device and to_host, give a tensor of either device for the same memory. The framework
-// itself can do nothing with such a tensor but ask what it is.
+// A device cuda:0 in the host's memory, for csrc/ops/cuda on the emulated kernels. The library's calls to the
+// framework that need a GPU come to the functions __wrap_* here, by the linker's option --wrap. Two
+// operators, to_device and to_host, make a tensor of one device from a tensor of the other, on the same
+// memory. The framework itself can only ask such a tensor what it is.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -23,7 +21,7 @@
 
 namespace {
 
-int guards = 0;  // how many say which device is the current one
+int guards = 0;  // how many guards set the current device
 
 }  // namespace
 
@@ -40,7 +38,7 @@ int usable_capability(int) {
 
 namespace {
 
-// The memory of a tensor, as a tensor of the same layout on another device.
+// Makes a tensor of the same layout on another device, with the same memory.
 at::Tensor seen_from(const at::Tensor& tensor, c10::Device device, c10::DispatchKey key) {
   c10::DataPtr data(
       tensor.storage().mutable_data(), new at::Tensor(tensor),
@@ -108,7 +106,7 @@ AOTITorchError __wrap_aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
 
 AOTITorchError __real_torch_call_dispatcher(const char*, const char*, StableIValue*, uint64_t);
 
-// Dense copies, which the operators have the framework make.
+// Makes dense copies, for which the operators call the framework.
 AOTITorchError __wrap_torch_call_dispatcher(const char* name, const char* overload, StableIValue* stack,
                                             uint64_t version) {
   AtenTensorHandle given;

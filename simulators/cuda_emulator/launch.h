@@ -7,7 +7,7 @@
 
 #include "vector_types.h"
 
-// A device function that is called rather than inlined.
+// Marks a device function that is called rather than inlined.
 #define SELFATTN_CALLED __attribute__((noinline))
 
 #define SELFATTN_DYNAMIC_SHARED(name) unsigned char* const name = selfattn::emulator::dynamic_shared_memory()
@@ -25,7 +25,7 @@ namespace selfattn::cuda {
 
 inline void clear_async(void* memory, size_t bytes, cudaStream_t) { std::memset(memory, 0, bytes); }
 
-// Few, so that blocks of a kernel that stays take several items of work.
+// There are few multiprocessors, so that blocks of a persistent kernel take several items of work.
 inline int multiprocessors() { return 3; }
 
 template <class... Parameters, class... Arguments>

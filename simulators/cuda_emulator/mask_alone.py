@@ -2,8 +2,9 @@
 
     python -m cuda_emulator.mask_alone
 
-Prints how many calls the device has had. tests/cuda/test_emulated_engine.py runs it. Most sequences have more
-tiles of queries and of keys than one: sums over them must not be divided by the batch, or by the longest.
+It prints how many calls the device has had. tests/cuda/test_emulated_engine.py runs it. Most sequences have
+more than one tile of queries and of keys: sums over them must not depend on the batch or on the longest
+sequence.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ HEADS, DIM = 3, 16
 #: Queries and keys of each sequence.
 LENGTHS = ((131, 150), (200, 90), (64, 201))
 LONGEST = (200, 201)
-#: Whether a mask tells heads, queries and keys apart.
+#: Whether the mask differs between heads, queries and keys.
 KEPT = list(product((False, True), repeat=3))
 
 
 def gradient(call: Device, tensors: tuple[Tensor, ...], mask: Tensor, **options: Any) -> Tensor:
-    """Of the mask, for the sum of the products of the output with the last of the tensors."""
+    """The mask's gradient, where the loss is the sum of the product of the output and the last tensor."""
     query, key, value, grad_out = tensors
     common = {"query": query, "key": key, "attn_mask": mask, "scale": SCALE, **options}
-    # float32: 16-bit outputs have residuals, which this is not about.
+    # The dtype is float32, because 16-bit outputs have residuals, which this test is not about.
     out, row_max, row_sum = call("attention_forward", value=value, **common)[:3]
     of = call(
         "attention_backward", value=value, **common, row_max=row_max, row_sum=row_sum,
@@ -39,7 +40,7 @@ def gradient(call: Device, tensors: tuple[Tensor, ...], mask: Tensor, **options:
 
 
 def packed(call: Device, sequences: list[tuple[Tensor, ...]], mask: Tensor) -> Tensor:
-    """The gradient where sequences, each (1, H, length, D), lie one behind the other, each with its mask."""
+    """The mask's gradient for packed sequences, each (1, H, length, D) with a mask of its own."""
     rows = tuple(torch.cat(tensors, 2) for tensors in zip(*sequences, strict=True))
     lengths = [[s[n].shape[2] for s in sequences] for n in (0, 1)]
     options: dict[str, Any] = {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1])}

@@ -1,16 +1,16 @@
-"""Breaks the CUDA kernels in one place after the other, and looks whether the tests notice.
+"""Breaks the CUDA kernels in one place at a time, and shows whether the tests notice.
 
 It deletes each synchronisation statement, each bound that keeps sequences of a packed backward apart, and
 some terms of second derivatives, in turn.
 
     python simulators/cuda_emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80|sm90] [--jobs N]
 
-A mutant is one statement less: a barrier, a __syncwarp, a fence, an arrival, a commit of copies or
-products, a wait for them; or one bound less (BOUNDS), or one term (TERMS). One build with the race
-detector, of a copy of the sources, holds all of them: each asks there first whether it is the one that
-SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a few problems under several schedules with copies as late
-as they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives either
-lacks a test, or was not needed: EQUIVALENT holds those, with the reason.
+A mutant lacks one statement (a barrier, a __syncwarp, a fence, an arrival, a commit of copies or products, or
+a wait for them), one bound (BOUNDS), or one term (TERMS). One build with the race detector, of a copy of the
+sources, holds all mutants: before each statement it asks whether SELFATTN_EMULATOR_LEFT_OUT is the
+statement's number. A mutant runs a few problems under several schedules, with copies as late as they may be.
+It is killed when a problem fails, hangs, or changes a bit. For a mutant that survives, either a test is
+missing, or the statement was not needed: EQUIVALENT lists the latter with their reasons.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# The package of this checkout, and the tests.
+# These folders hold the package of this checkout, and the tests.
 for _folder in (".", "simulators", "tests/support"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / _folder))
 
@@ -39,16 +39,16 @@ _CALLS = "|".join(
         "barrier_init_fence|barrier_arrive|barrier_arrive_expecting|barrier_wait",
         "fence_async_proxy|sync_threads|arrive_threads",
         "products_fence|products_commit|products_wait(?:<[^>]*>)?",
-        # Functions of sm90 that hold one of these or two.
+        # These functions of sm90 contain one or two such statements.
         "wait_for_warp|arrive_of_warp|show|finish_queries|take_turn|give_turn",
         "leave_(?:summed|multiplied|last)|finish_sums(?:<[^>]*>)?",
     ]
 )
-#: A whole statement, on one line or more; the beginning of a function's definition is none.
+#: A whole statement, on one line or more, but not the beginning of a function's definition.
 STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;{{}}]*?\)\s*;")
 
-#: Where sequences of a packed backward end: file below csrc/cuda, a bound that it holds once, what is there
-#: without it.
+#: Places where sequences of a packed backward end: a file below csrc/cuda, a bound that occurs in it once,
+#: and what replaces the bound in the mutant.
 BOUNDS = [
     ("mma/backward/backward_work.cuh", "(C::kOwnsQueries ? queries : keys) - first_row", "C::kRows"),
     (
@@ -90,14 +90,14 @@ TERMS = [
     ("simt/tangents.cuh", "multiply_add(weight, of_sink, sum)", "sum"),
 ]
 
-#: Where a statement may go without any test noticing, and why: folder/file and statement -> reason.
+#: Statements whose loss no test can notice: (folder/file, statement) -> reason.
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("simt/forward.cuh", "__syncwarp();"): "a barrier of the block comes before the weights are read",
-    ("simt/tangents.cuh", "rows_left <= 0"): "as that of the backward, below",
+    ("simt/tangents.cuh", "rows_left <= 0"): "a block without rows writes nothing, as in the backward below",
     (
         "backward/sm90_gradients.cuh",
         "leave_last();",
-    ): "behind sm90's careful pass nobody asks for the place any more; behind the other it is missed",
+    ): "after sm90's careful pass nothing asks for the place; after the other pass tests notice",
     (
         "backward/sm80_gradients.cuh",
         "work_.rows <= 0",
@@ -122,29 +122,29 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backward/sm80_mask_gradient.cuh",
         "passing.first >= range.end",
     ): "an item that nobody sees adds zeros; leaving it saves time",
-    ("backward/sm80_mask_gradient.cuh", "lane().first_row >= rows"): "the same of a warp's rows",
+    ("backward/sm80_mask_gradient.cuh", "lane().first_row >= rows"): "a warp without rows adds zeros, too",
     (
         "backward/backward_statistics.cuh",
         "query < sequence.queries",
-    ): "what is worked out of queries beyond the last is hidden, whatever it is",
+    ): "results of queries beyond the last are hidden, whatever they are",
 }
 
-#: The kernels, and the compute capability that they run on here.
+#: The kernels, and the compute capability of the device that runs them here.
 KERNELS = {"simt": 80, "sm80": 80, "sm90": 90}
 
-#: The cases that a kernel's files are judged by: schedule, copies, of how many one runs, and the first.
+#: The cases that judge a kernel's files: schedule, copies, which share of the cases runs, and the first case.
 RUNS = {
     "forward_cases": [("fifo", "late", 3, 0), ("sticky", "random", 7, 0)],
-    # The last are those of wide heads, which have kernels of their own.
+    # The last cases have wide heads, for which there are separate kernels.
     "backward_cases": [("fifo", "late", 5, 0), ("sticky", "random", 11, 0), ("fifo", "late", 3, -10)],
     "sequence_cases": [("fifo", "late", 2, 0), ("fifo", "late", 2, 1)],
-    # The last are sequences.
+    # The last cases are sequences.
     "tangent_cases": [("fifo", "late", 7, 0), ("fifo", "late", 4, -35)],
-    # Those of of_statements().
+    # These are the cases of of_statements().
     "hopper_cases": [("fifo", "late", 1, -8), ("sticky", "random", 1, -8)],
     "hopper_backward_cases": [("fifo", "late", 1, -11), ("sticky", "random", 1, -11)],
 }
-#: Million products of the largest case.
+#: Millions of products in the largest case.
 MOST = 7
 LIMIT_SECONDS = 300
 
@@ -156,7 +156,7 @@ class Mutant:
     text: str
     start: int
     end: int
-    instead: str = ""  # of an expression
+    instead: str = ""  # what replaces an expression
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.text}"
@@ -179,13 +179,13 @@ def mutants() -> Iterator[Mutant]:
         for found in STATEMENT.finditer(source):
             line = source.count("\n", 0, found.start()) + 1
             if "//" in source.splitlines()[line - 1][: found.start() - source.rfind("\n", 0, found.start())]:
-                continue  # a comment speaks of it
+                continue  # it is in a comment
             text = " ".join(found[0].split())
             yield Mutant(path.relative_to(build.CSRC), line, text, found.start(), found.end())
 
 
 def cases_of(file: Path) -> list[str]:
-    """The modules that run a file's code; each backward comes after its forward."""
+    """The modules of cases that run a file's code; each backward comes after its forward."""
     if file.stem.startswith("tangent"):
         return ["tangent_cases"]
     if file.parts[1] == "sm90":
@@ -198,7 +198,9 @@ def cases_of(file: Path) -> list[str]:
 
 
 def kernels_of(file: Path) -> list[str]:
-    """The kernels that a file belongs to: by its folder, or both. sm80 stands for mma, too."""
+    """The kernels that a file belongs to, by its folder; sm80 stands for mma, and other folders mean two
+    kernels.
+    """
     if "mma" in file.parts:
         return ["sm80"]
     return [name for name in KERNELS if name in file.parts] or ["simt", "sm80"]
@@ -213,7 +215,7 @@ class Way(NamedTuple):
 
 
 def ways(mutant: Mutant, variants: Iterable[str]) -> list[Way]:
-    """The kernels with the cases that run a mutant's code; in the asan variant only those of bounds."""
+    """The kernels and cases that run a mutant's code; in the asan variant only those of bounds."""
     cases = cases_of(mutant.file)
     if mutant.instead and cases != ["tangent_cases"]:
         cases = ["sequence_cases"]
@@ -224,14 +226,13 @@ def ways(mutant: Mutant, variants: Iterable[str]) -> list[Way]:
 
 
 def write(found: Sequence[Mutant], csrc: Path) -> None:
-    """A copy of the sources in which each statement can be left out, by its number from 1.
-
-    Files that are the same stay as they are, and so does what has been compiled.
+    """Writes a copy of the sources in which each statement can be left out, by its number from 1. Files that
+    have not changed stay as they are, so that they are not compiled again.
     """
     texts = {}
     for path in build.CSRC.rglob("*.*"):
         texts[path.relative_to(build.CSRC)] = path.read_text(encoding="utf-8")
-    # From the end of a file, so that the places of those before stay.
+    # Replacements go from the end of a file to its beginning, so that earlier positions stay valid.
     for number, mutant in sorted(enumerate(found, 1), key=lambda it: it[1].start, reverse=True):
         source = texts[mutant.file]
         statement = source[mutant.start : mutant.end]
@@ -239,7 +240,7 @@ def write(found: Sequence[Mutant], csrc: Path) -> None:
         if mutant.instead:
             asked = f"({left_out} ? ({mutant.instead}) : ({statement}))"
         else:
-            # An expression, which may follow "return".
+            # This is an expression, because it may follow "return".
             asked = f"({left_out} ? void() : {statement.rstrip('; ')});"
         texts[mutant.file] = source[: mutant.start] + asked + source[mutant.end :]
     for stale in {path.relative_to(csrc) for path in csrc.rglob("*.*")} - texts.keys():
@@ -252,7 +253,7 @@ def write(found: Sequence[Mutant], csrc: Path) -> None:
 
 
 def run(library: Path, way: Way, left_out: int = 0) -> tuple[str, str]:
-    """The results of all runs without a statement, and how the first that failed ended, or ""."""
+    """The results of all runs without one statement, and how the first failed run ended, or ""."""
     results = []
     preloaded = (build.sanitizers() or {}) if way.variant == "asan" else {}
     for schedule, copies, every, first in RUNS[way.cases]:
@@ -274,7 +275,7 @@ def run(library: Path, way: Way, left_out: int = 0) -> tuple[str, str]:
 
 
 def follow(command: list[str], environment: dict[str, str]) -> tuple[str, str]:
-    """What a process prints, and how its first case that failed ended, or ""; nothing runs after that."""
+    """What a process prints, and how its first failed case ended, or ""; nothing runs after that."""
     lines = []
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -309,9 +310,9 @@ def main() -> None:
     parser.add_argument("--kernel", choices=tuple(KERNELS), help="this kernel's mutants")
     parser.add_argument("--jobs", type=int)
     arguments = parser.parse_args()
-    # Numbered among all, so that one build serves every choice.
+    # Numbers count all mutants, so that one build serves every choice.
     found = list(mutants())
-    # What a bound keeps from being read may make no difference to any result.
+    # Reads beyond a bound may change no result, so the asan variant has to notice them.
     variants = ["race", "asan"] if build.sanitizers() is not None else ["race"]
     chosen = [
         (number, mutant)

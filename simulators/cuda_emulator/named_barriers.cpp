@@ -15,10 +15,10 @@ namespace {
 constexpr int kBarriers = 16;
 
 struct NamedBarrier {
-  int threads = 0;  // that it waits for, said by the first warp
+  int threads = 0;  // how many it waits for, as the first warp said
   int arrived = 0;
-  uint64_t rounds = 0;  // that have ended
-  Site site;            // of the first warp
+  uint64_t rounds = 0;  // how many rounds have ended
+  Site site;            // where the first warp came
   races::Order arriving;
   races::Order ended;  // what the last round has made known
   std::vector<Thread*> waiting;
@@ -33,7 +33,7 @@ struct Coming {
   uint64_t round;
 };
 
-// The warp arrives, by its last lane.
+// Lets the warp arrive; the last of its lanes calls this.
 void arrive(const Operands& operands) {
   auto* const mine = static_cast<Coming*>(operands[0]);
   NamedBarrier& barrier = barriers[static_cast<size_t>(mine->number)];

@@ -1,4 +1,4 @@
-// Barriers of some warps of a block (bar.sync and bar.arrive).
+// Named barriers, for some of the warps of a block (bar.sync and bar.arrive).
 #pragma once
 
 #include <string>
@@ -8,13 +8,13 @@
 namespace selfattn::emulator::named {
 
 void start_block();
-// All threads have ended: reports barriers that some have come to and others not.
+// Is called when all threads have ended. Reports barriers that some threads have come to and others have not.
 void end_block();
 
-// Collective of a warp. `waits`: until as many threads have come.
+// Is a collective of a warp. With `waits`, it returns when `threads` threads have come.
 void come(int number, int threads, bool waits, const Site& site);
 
-// One line for each barrier that some have come to.
+// Returns a line for each barrier that some threads have come to.
 std::string what_barriers_lack();
 
 }  // namespace selfattn::emulator::named

@@ -1,2 +1,2 @@
-// What every source of the operators includes: compiled once for all of them.
+// Headers that every source of the operators includes, compiled once for all of them.
 #include "ops/stable.h"

@@ -11,7 +11,7 @@ namespace {
 
 uint64_t random_state = 0;
 
-// The index of the variable's value among `known`, 0 where it is not set.
+// Returns the index of the variable's value among `known`; 0 if it is not set.
 template <size_t kCount>
 int choice(const char* variable, const char* const (&known)[kCount]) {
   const char* value = std::getenv(variable);
@@ -54,7 +54,7 @@ const Options& options() {
 }
 
 size_t shared_memory_limit(int capability) {
-  // CUDA C++ Programming Guide, technical specifications per compute capability.
+  // The numbers are from the CUDA C++ Programming Guide, technical specifications per compute capability.
   switch (capability) {
     case 75:
       return 64 * 1024;
@@ -71,7 +71,7 @@ size_t shared_memory_limit(int capability) {
 }
 
 uint32_t random_number() {
-  // SplitMix64.
+  // This is SplitMix64.
   uint64_t z = (random_state += 0x9e3779b97f4a7c15u);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;

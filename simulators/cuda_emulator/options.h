@@ -18,19 +18,19 @@ struct Options {
   int left_out = 0;
 };
 
-// Throws std::runtime_error with a sentence when a variable holds what it cannot hold.
+// Throws std::runtime_error if a variable has a value that is not allowed.
 const Options& options();
 
-// Whether a kernel is to do without this statement: mutate.py writes the question before each, in its copy of
-// the kernels, and numbers them from 1.
+// Returns whether a kernel is to leave out this statement. mutate.py writes this question before each
+// statement in its copy of the kernels, and numbers the statements from 1.
 inline bool leaves_out(int statement) { return options().left_out == statement; }
 
-// The dynamic shared memory that a block may have on a device of this capability.
+// Returns how much dynamic shared memory a block may have on a device of this capability.
 size_t shared_memory_limit(int capability);
 
-// Numbers that follow from the seed only.
+// Returns numbers that depend on the seed only.
 uint32_t random_number();
-// Starts them again, so that a launch does not depend on those before it.
+// Starts the numbers again, so that a launch does not depend on earlier launches.
 void restart_random_numbers();
 
 }  // namespace selfattn::emulator

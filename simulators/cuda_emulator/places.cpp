@@ -13,7 +13,7 @@ namespace selfattn::emulator {
 namespace {
 
 struct Place {
-  Site site;  // its primitive is null where the program counter says more
+  Site site;  // its primitive is null if the program counter is used instead
   const void* program_counter = nullptr;
 };
 
@@ -27,7 +27,7 @@ uint32_t append(const Place& place) {
   return static_cast<uint32_t>(places().size() - 1);
 }
 
-// The lines of a command's output.
+// Returns the lines of a command's output.
 std::vector<std::string> output_of(const std::string& command) {
   std::vector<std::string> lines;
   FILE* pipe = popen(command.c_str(), "r");
@@ -45,13 +45,13 @@ std::string text_of(const void* program_counter) {
   Dl_info info;
   if (dladdr(program_counter, &info) == 0) return "an unknown place";
   char offset[32];
-  // One back: a return address may belong to the line after that of the call.
+  // The offset goes one byte back, because a return address may belong to the line after the call.
   std::snprintf(offset, sizeof(offset), "0x%zx",
                 static_cast<size_t>(static_cast<const char*>(program_counter) -
                                     static_cast<const char*>(info.dli_fbase)) -
                     1);
   const std::string quoted = std::string("'") + info.dli_fname + "'";
-  // From the innermost inlined function outwards.
+  // addr2line lists functions from the innermost inlined one outwards.
   std::string text;
   for (const std::string& line : output_of("addr2line -i -e " + quoted + " " + offset + " 2>/dev/null")) {
     if (line.compare(0, 2, "??") == 0) break;

@@ -11,7 +11,7 @@ namespace selfattn::emulator {
 uint32_t number_of_place(const Site& site);
 uint32_t number_of_place(const void* program_counter);
 
-// With file and line where addr2line finds them.
+// Returns the place with file and line, if addr2line finds them.
 std::string text_of_place(uint32_t number);
 
 }  // namespace selfattn::emulator

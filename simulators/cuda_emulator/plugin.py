@@ -1,8 +1,8 @@
-"""A pytest plugin: the process tests the package with its CUDA kernels in the emulator.
+"""A pytest plugin with which a process tests the package on its emulated CUDA kernels.
 
     SELFATTN_KERNEL=simt python -m pytest -p cuda_emulator.plugin tests/attention/test_options_pairwise.py
 
-pytest loads it before the tests are collected, and with them the package. In a script, ``import
+pytest loads the plugin, and with it the package, before it collects the tests. In a script, ``import
 cuda_emulator.plugin`` comes before ``import selfattn_ext``. SELFATTN_EMULATOR_VARIANT chooses the build
 (build.VARIANTS).
 """

@@ -1,8 +1,8 @@
-"""Inputs and outputs of the PTX wrappers: what programs/probe.cu answers, in the emulator or on a GPU.
+"""Inputs and outputs of the PTX wrappers by programs/probe.cu, in the emulator or on a GPU.
 
-Recordings are numpy archives with, for each, the source of the answers, the compute capability, and the words
-that went in and came out. golden/ holds those of devices and oracle/ those of mmasim, a published model of
-tensor cores; tests replay both in the emulator.
+Recordings are numpy archives with, for each wrapper, the source of the answers, the compute capability, and
+the words that went in and came out. golden/ holds those of devices, and oracle/ those of mmasim, a published
+model of tensor cores; tests replay both in the emulator.
 
     python simulators/cuda_emulator/probe.py PROGRAM FOLDER    record a device: PROGRAM is a compiled probe.cu
 """
@@ -21,9 +21,9 @@ ORACLE = Path(__file__).parent / "oracle"
 
 LANES = 32
 PROBLEMS = 24
-#: Wrappers whose results a device approximates, and by how many units in the last place they may differ.
+#: Wrappers whose results a device approximates, with the allowed difference in units in the last place.
 APPROXIMATE = {"exp2_approx": 2}
-#: Wrappers that round float32, and how many of its bits they drop.
+#: Wrappers that round float32, with the number of bits that they drop.
 DROPPED_BITS = {"pack_bfloat16": 16, "pack_float16": 13}
 
 Words = np.ndarray  # of uint32: (problem, lane, operand or result)
@@ -64,7 +64,7 @@ def load(path: Path) -> Recording:
 
 
 def wrappers(program: Path) -> dict[str, tuple[int, int]]:
-    """The wrappers that a probe knows, with their numbers of operands and results."""
+    """The wrappers that a probe knows, with the numbers of their operands and results."""
     lines = subprocess.run([program, "list"], check=True, capture_output=True, text=True).stdout.splitlines()
     return {name: (int(operands), int(results)) for name, operands, results in map(str.split, lines)}
 
@@ -72,7 +72,7 @@ def wrappers(program: Path) -> dict[str, tuple[int, int]]:
 def answers(
     program: Path, wrapper: str, operands: Words, results: int, environment: dict[str, str] | None = None
 ) -> Words:
-    """What the probe's wrapper returns for these operands."""
+    """What the wrapper returns for these operands, by the probe."""
     problems = len(operands)
     done = subprocess.run(
         [program, wrapper, str(problems)],
@@ -85,7 +85,7 @@ def answers(
 
 
 def floats(generator: np.random.Generator, shape: tuple[int, ...], style: int) -> np.ndarray:
-    """Numbers as float32: ordinary, of very different sizes, cancelling, tiny and zero, or special."""
+    """Numbers in float32: ordinary, of very different sizes, cancelling, tiny and zero, or special."""
     normal = generator.standard_normal(shape).astype(np.float32)
     if style == 0:
         return normal
@@ -108,20 +108,20 @@ def bits(values: np.ndarray, format: str) -> Words:
         with np.errstate(over="ignore"):
             half = values.astype(np.float16).view(np.uint16)
     else:
-        # Truncated: any bfloat16 will do.
+        # Values are truncated, because any bfloat16 will do.
         half = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         half = np.where(np.isnan(values), np.uint16(0x7FC0), half)
     return np.ascontiguousarray(half).view(np.uint32)
 
 
 def ties(values: np.ndarray, dropped: int) -> np.ndarray:
-    """Numbers in the middle between two neighbours that lack so many bits of float32."""
+    """Numbers in the middle between two neighbours of a format with so many fewer bits than float32."""
     words = np.ascontiguousarray(values).view(np.uint32) >> np.uint32(dropped) << np.uint32(dropped)
     return (words | np.uint32(1 << (dropped - 1))).view(np.float32)
 
 
 def operands_of(wrapper: str, count: int) -> Words:
-    """Operands for PROBLEMS problems of a wrapper, always the same."""
+    """Operands for PROBLEMS problems of a wrapper, the same at every call."""
     generator = np.random.default_rng(sum(map(ord, wrapper)))
     problems = []
     for problem in range(PROBLEMS):
@@ -135,7 +135,7 @@ def operands_of(wrapper: str, count: int) -> Words:
             problems.append(np.concatenate(parts, axis=1))
         elif wrapper.startswith(("load_matrix", "copy_async")):
             words = generator.integers(0, 2**32, (LANES, count), dtype=np.uint32)
-            # Rows in order, permuted, and several lanes at one.
+            # Rows are in order, permuted, or shared by several lanes.
             order = [np.arange(LANES), generator.permutation(LANES), generator.integers(0, LANES, LANES)]
             words[:, 0] = order[problem % 3]
             problems.append(words)
@@ -148,17 +148,19 @@ def operands_of(wrapper: str, count: int) -> Words:
 
 
 def differences(recording: Recording, results: Words) -> int:
-    """How many results are other bits than the recorded ones, or further away than APPROXIMATE allows."""
+    """How many results differ from the recorded ones, by more than APPROXIMATE allows where it allows a
+    difference.
+    """
     expected = recording.results
     allowed = APPROXIMATE.get(recording.wrapper, 0)
-    # In the order of the bits neighbours among numbers of one sign differ by 1.
+    # As integers, the bits of neighbouring numbers of the same sign differ by 1.
     apart = np.abs(expected.astype(np.int64) - results.astype(np.int64))
     both_nan = np.isnan(expected.view(np.float32)) & np.isnan(results.view(np.float32))
     return int(((apart > allowed) & ~(both_nan & (allowed > 0))).sum())
 
 
 def record(program: Path, folder: Path) -> list[Path]:
-    """Asks a probe for the results of every wrapper, and writes them."""
+    """Asks a probe for the results of every wrapper, and writes a recording."""
     device = subprocess.run([program, "device"], check=True, capture_output=True, text=True).stdout.strip()
     capability, _, name = device.partition(" ")
     paths = []

@@ -19,8 +19,8 @@ constexpr int kPanelColumns = 64;
 constexpr int kElementBytes = 2;
 constexpr int kRowsOfStep = 8;  // rows of a matrix begin at their multiples
 
-// What a word says of a matrix, in bits: [8 of a mark][by rows][12 column][12 row][12 rows of a panel][14 the
-// panels' offset in shared memory, in 16 bytes].
+// A word describes a matrix by these bits: [8 of a mark][by rows][12 column][12 row][12 rows of a panel][14
+// the panels' offset in shared memory, in 16 bytes].
 constexpr uint64_t kMark = 0xa7;
 
 struct Matrix {
@@ -31,12 +31,12 @@ struct Matrix {
   bool by_rows;
   bool is_one;
 
-  // Of the element whose place in the panels is this.
+  // Returns the address of the element at this place in the panels.
   const unsigned char* address(int at_row, int at_column) const {
     return swizzled(panels + (at_column / kPanelColumns * panel_rows + at_row) * kSwizzledRowBytes +
                     at_column % kPanelColumns * kElementBytes);
   }
-  // Of the element that is the depth-th of those that are summed, of the n-th row or column of a product.
+  // Returns the address of element `depth` along the summed dimension, in row or column n of the product.
   const unsigned char* operand(int n, int depth) const {
     return by_rows ? address(row + depth, column + n) : address(row + n, column + depth);
   }
@@ -64,7 +64,7 @@ float value_of(const unsigned char* address, bool bfloat16) {
 
 uint64_t matrix(const void* panels, int panel_rows, int row, int column, bool by_rows, const Site& site) {
   require_hopper(site);
-  // The texts are made where they are needed only: every thread calls this often.
+  // The texts are made only when they are needed, because every thread calls this often.
   const auto refuse = [&](const std::string& what) {
     fail(whereabouts() + " calls " + to_string(site) + " with " + what);
   };
@@ -162,7 +162,7 @@ void Operands64::multiply(float* d, bool adds, bool bfloat16) const {
     for (int first = 0; first < columns_; first += kMmaColumns) {
       for (int depth = 0; depth < kMmaDepth; ++depth)
         std::memcpy(matrices.b[depth], right_.data() + depth * columns_ + first, sizeof(matrices.b[depth]));
-      // The accumulator lies in the lanes as that of mma does.
+      // The accumulator lies in the lanes as the accumulator of mma does.
       const auto in_lane = [&](int lane, int r) -> float& {
         return d[(first_row / kMmaRows * kWarpSize + lane) * each + first / 2 + r];
       };

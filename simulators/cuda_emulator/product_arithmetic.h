@@ -1,4 +1,4 @@
-// Matrices of a warpgroup's product in shared memory, and their product.
+// The matrices of a warpgroup's product in shared memory, and their product.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace selfattn::emulator::products {
 constexpr int kProductRows = 64;
 constexpr int kProductDepth = 16;
 
-// Fails unless the word is a matrix whose `extent` rows, or columns where it is turned, lie in its panels.
+// Fails unless the word describes a matrix whose `extent` rows (columns if it is turned) lie in its panels.
 void check_matrix(uint64_t matrix, int extent, bool turned, const Site& site);
 
 // Calls visit(first byte, bytes) for the chunks of 16 bytes that hold the matrix.
@@ -22,12 +22,12 @@ void for_rows(uint64_t matrix, int extent, bool turned, const Site& site,
 
 class Operands64 {
  public:
-  // From the registers of 128 threads, fragments of 16 rows for each warp.
+  // Takes the left operand from the registers of 128 threads: fragments of 16 rows for each warp.
   void take_left(const std::array<std::array<uint32_t, 4>, 128>& registers, bool bfloat16);
-  // From shared memory. Whether it is turned is said by the word.
+  // Reads the left operand from shared memory. The word says whether it is turned.
   void read_left(uint64_t matrix, bool bfloat16);
   void read_right(uint64_t matrix, int columns, bool bfloat16);
-  // `d`: the registers of 128 threads, one thread after the other.
+  // `d` holds the registers of 128 threads, one thread after the other.
   void multiply(float* d, bool adds, bool bfloat16) const;
 
  private:

@@ -70,8 +70,8 @@ float half_of(uint32_t packed, int half, MmaFormat format) {
   return format == MmaFormat::kBFloat16 ? float_from_bfloat16(bits) : float_from_float16(bits);
 }
 
-// From the fragments of the lanes to matrices, as the PTX manual draws them: `group` is the lane's row of a
-// quad of lanes, `place` its number in the quad.
+// Gathers the fragments of the lanes into matrices, as the PTX manual draws them. `group` is the number of
+// the lane's group of four lanes, which is its row, and `place` is the lane's number in that group.
 void gather(const Product& lane, int group, int place, MmaOperands& matrices) {
   for (int r = 0; r < 4; ++r) {
     const int row = group + 8 * (r % 2);
@@ -91,7 +91,7 @@ void multiply_warp(const Operands& operands) {
   const MmaFormat format = static_cast<const Product*>(operands[0])->format;
   matrices.smallest_exponent =
       format == MmaFormat::kFloat16 ? kSmallestExponentFloat16 : kSmallestExponentFloat32;
-  // The accumulator has the same place in both formats.
+  // The accumulator lies in the same place in both formats.
   const auto accumulator = [&](int lane, int r) -> float& {
     return matrices.d[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
   };

@@ -1,5 +1,5 @@
-// The instructions of csrc/cuda/common/ptx_sm80.cuh as functions, with the same names and arguments. What
-// each does is said there.
+// The instructions of csrc/cuda/common/ptx_sm80.cuh as functions. They have the same names and arguments, and
+// that file says what they do.
 #pragma once
 
 #include <cstdint>

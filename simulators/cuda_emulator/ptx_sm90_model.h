@@ -1,5 +1,5 @@
-// The instructions of csrc/cuda/common/ptx_sm90.cuh as functions, with the same names and arguments. What
-// each does is said there.
+// The instructions of csrc/cuda/common/ptx_sm90.cuh as functions. They have the same names and arguments, and
+// that file says what they do.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace selfattn::emulator {
 
-// Fails where the device has none of these instructions.
+// Fails if the device has none of these instructions.
 void require_hopper(const Site& site);
 
 void barrier_init(uint64_t* barrier, int arrivals, const Site& site);
@@ -108,14 +108,14 @@ inline void products_touch(uint32_t (&)[4]) {}
 template <bool kBFloat16, int kColumns, bool kLeftTurned, bool kRightTurned>
 void product_async(float (&d)[kColumns / 8][4], uint64_t a_matrix, uint64_t b_matrix, bool adds,
                    Site site = Site::at("product_async")) {
-  static_assert(emulator::kProductColumns<kColumns>, "there is no text for this one");
+  static_assert(emulator::kProductColumns<kColumns>, "there is no product of so many columns");
   emulator::products::multiply({kBFloat16, kColumns, kLeftTurned, kRightTurned}, d[0], nullptr, a_matrix,
                                b_matrix, adds, site);
 }
 template <bool kBFloat16, int kColumns, bool kRightTurned>
 void product_async(float (&d)[kColumns / 8][4], const uint32_t (&a)[4], uint64_t b_matrix, bool adds,
                    Site site = Site::at("product_async")) {
-  static_assert(emulator::kProductColumns<kColumns>, "there is no text for this one");
+  static_assert(emulator::kProductColumns<kColumns>, "there is no product of so many columns");
   emulator::products::multiply({kBFloat16, kColumns, false, kRightTurned}, d[0], a, 0, b_matrix, adds, site);
 }
 

@@ -17,21 +17,22 @@ namespace selfattn::emulator::races {
 
 namespace {
 
-// What happens on behalf of a thread, each with a time of its own: what the thread does itself; its copies of
-// 16 bytes. The last two are no agents, but how much of the first two the asynchronous
-// proxy will know, too: it does not see a store that no fence follows.
+// Parts of a thread's clock: what the thread does itself, and its copies of 16 bytes. The last two parts say
+// how much of the first two the asynchronous proxy will know, because it does not see a store that no fence
+// follows.
 enum Part { kThread, kCopies, kKnownStores, kKnownCopies };
 
-// Of a thread: devices without an asynchronous proxy need two of the parts only.
+// The number of parts of a thread. Devices without an asynchronous proxy need only two of them.
 uint32_t parts = 0;
 uint32_t threads_of_block = 0;
 
 uint32_t agent_of(int thread, Part part) { return static_cast<uint32_t>(thread) * parts + part; }
-// Behind the threads come the warpgroups, for their products.
+// The agents after the threads are the warpgroups, for their products.
 uint32_t agent_of_group(int group) { return threads_of_block * parts + static_cast<uint32_t>(group); }
 uint32_t groups_of_block() { return threads_of_block / 128; }
-// And behind these barriers, for the copies of boxes that they count: copies that are counted by different
-// ones arrive in any order. Those of more barriers than there are agents share them, which may hide a race.
+// The agents after the warpgroups are barriers, for the copies of boxes that they count, because copies that
+// different barriers count arrive in any order. If there are more barriers than agents, barriers share
+// agents, which may hide a race.
 constexpr uint32_t kBarriers = 64;
 uint32_t agent_of_barrier(int barrier) {
   return agent_of_group(static_cast<int>(groups_of_block())) + static_cast<uint32_t>(barrier) % kBarriers;
@@ -39,23 +40,23 @@ uint32_t agent_of_barrier(int barrier) {
 bool is_of_thread(uint32_t agent) { return agent < threads_of_block * parts; }
 bool is_of_group(uint32_t agent) { return !is_of_thread(agent) && agent < agent_of_barrier(0); }
 
-// How much of each agent has happened before, by agent.
+// For each agent, how much of what it did has happened before.
 using Clock = std::vector<uint32_t>;
 
 struct Access {
-  uint32_t block = 0;  // 0: there was none
+  uint32_t block = 0;  // 0 if there was no access
   uint32_t agent = 0;
   uint32_t time = 0;
   uint32_t place = 0;
 };
 
-// A place is of an atomic operation where this bit is set.
+// A place with this bit set belongs to an atomic operation.
 constexpr uint32_t kAtomic = 1u << 31;
 
-// What is known of one byte of memory.
+// The accesses to one byte of memory that are known.
 struct Byte {
   Access write;
-  std::vector<Access> reads;  // since the write, at least those that nothing orders
+  std::vector<Access> reads;  // since the write; at least those that are not ordered
 };
 
 constexpr size_t kPageBytes = 256;
@@ -63,12 +64,12 @@ using Page = std::array<Byte, kPageBytes>;
 
 std::vector<Clock> clocks;         // by thread
 std::vector<uint32_t> copy_times;  // by thread: how many copies it has begun
-// By agent of a barrier: which threads have begun the boxes that it counts.
+// For each barrier's agent, the threads that have begun the boxes that it counts.
 std::array<std::vector<int>, kBarriers> boxes;
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uint32_t block_number = 0;
 
-// The page that was asked for last, which is often the next one, too.
+// The page that was asked for last, because the next access is often on the same page.
 uintptr_t last_number = 0;
 Page* last_page = nullptr;
 
@@ -87,7 +88,7 @@ bool happened_before(const Access& earlier, const Clock& clock) {
   return earlier.block == 0 || (earlier.block == block_number && clock[earlier.agent] >= earlier.time);
 }
 
-// Whether a store happened before what the asynchronous proxy does for somebody with this clock.
+// Returns whether a store happened before what the asynchronous proxy does for an agent with this clock.
 bool is_known(const Access& store, const Clock& clock) {
   if (store.block == block_number && is_of_thread(store.agent)) {
     const uint32_t part = store.agent % parts;
@@ -133,13 +134,13 @@ void check_bounds(const void* address, int bytes, uint32_t place) {
        std::to_string(memory.bytes()) + " bytes of shared memory in " + text_of_place(place));
 }
 
-// Makes room for a read by forgetting those that it comes after: what comes after it comes after them, too.
-// Not at every read, as many threads read the same bytes.
+// Makes room for a read by forgetting earlier reads that it comes after: an access that comes after it comes
+// after them, too. This is not done at every read, because many threads read the same bytes.
 void make_room(std::vector<Access>& reads, const Clock& clock) {
   if (reads.size() < reads.capacity()) return;
   bool other_block = false;
   const auto needless = [&](const Access& read) {
-    // Of the reads in other blocks one is enough: a write here or there races with it.
+    // One read in another block is enough, because any write here or there races with it.
     const bool elsewhere = read.block != block_number;
     if (elsewhere ? other_block : happened_before(read, clock)) return true;
     other_block |= elsewhere;
@@ -149,7 +150,7 @@ void make_room(std::vector<Access>& reads, const Clock& clock) {
   if (2 * reads.size() > reads.capacity()) reads.reserve(2 * reads.capacity());
 }
 
-// Somebody who knows `clock` reads; `proxy`: through the asynchronous proxy.
+// Records a read by an agent that knows `clock`; `proxy` says that it goes through the asynchronous proxy.
 void record_read(const void* address, int bytes, const Access& access, const Clock& clock,
                  bool proxy = false) {
   const auto first = reinterpret_cast<uintptr_t>(address);
@@ -189,7 +190,7 @@ void join(Clock& clock, const Clock& other) {
   for (size_t n = 0; n < other.size(); ++n) clock[n] = std::max(clock[n], other[n]);
 }
 
-// What a thread does from here on is not a part of what others know of it.
+// Ends what others know of a thread: what it does from here on is new to them.
 void pass_time(int thread) { ++clocks[static_cast<size_t>(thread)][agent_of(thread, kThread)]; }
 
 Access access_of_thread(uint32_t place) {
@@ -200,7 +201,7 @@ Access access_of_thread(uint32_t place) {
 
 bool is_private(const void* address) {
   if (self().fiber.holds(address)) return true;
-  // What the scheduler writes at every switch is a register in a GPU.
+  // The variables that the scheduler writes at every switch are registers in a GPU.
   return (address >= &threadIdx && address < &threadIdx + 1) ||
          (address >= &blockIdx && address < &blockIdx + 1);
 }
@@ -218,7 +219,8 @@ void start_block(int threads) {
   threads_of_block = static_cast<uint32_t>(threads);
   parts = options().capability == 90 ? kKnownCopies + 1 : kCopies + 1;
   clocks.assign(count, Clock(parts > kKnownCopies ? agent_of_barrier(0) + kBarriers : parts * count, 0));
-  // Nothing has happened at time 0, so that the clocks of others do not include what a thread does first.
+  // Time begins at 1: at 0 nothing has happened, so the clocks of others do not include a thread's first
+  // accesses.
   for (int thread = 0; thread < threads; ++thread) {
     clocks[static_cast<size_t>(thread)][agent_of(thread, kThread)] = 1;
   }

@@ -1,11 +1,11 @@
-// The race detector: which accesses of which threads are ordered by nothing. It is there in the "race" build
-// only, whose kernels report every load and store (-fsanitize=thread, hooks in tsan_hooks.cpp).
+// The race detector: it finds accesses of different threads that nothing orders. It exists only in the "race"
+// build, whose kernels report every load and store (-fsanitize=thread, hooks in tsan_hooks.cpp).
 //
-// Threads, and apart from them the engine that carries out a thread's asynchronous copies, have vector
-// clocks: how much of every other one has happened before. __syncthreads and __syncwarp order what came
+// Each thread has a vector clock, and so has the engine that carries out its asynchronous copies. The clock
+// says how much of what every other one did has happened before. __syncthreads and __syncwarp order what came
 // before them before what comes after; waiting for copies orders the copies before what the waiting thread
 // does next. Shuffles, votes, ldmatrix and mma order nothing: CUDA promises no more. Blocks are never
-// ordered, so that two of them may not touch the same global bytes if one of them writes.
+// ordered, so two of them may not touch the same global bytes if one of them writes.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@
 
 namespace selfattn::emulator::races {
 
-// What somebody makes known to others: how much of each agent has happened before.
+// What an agent makes known to others: how much of each agent's work has happened before.
 struct Order {
 #if defined(SELFATTN_EMULATOR_RACES)
   std::vector<uint32_t> clock;
 #endif
 };
 
-// A copy of a box: the number of the barrier that counts it, and its own among these.
+// A copy of a box: the number of the barrier that counts it, and the copy's number among those.
 struct Box {
   int barrier = 0;
   uint32_t number = 0;
@@ -41,31 +41,32 @@ void read(const void* address, int bytes, const Site& site);
 void read(const void* address, int bytes, const void* program_counter);
 void write(const void* address, int bytes, const Site& site);
 void write(const void* address, int bytes, const void* program_counter);
-// An atomic operation on memory: these do not race with each other, and order nothing.
+// Records an atomic operation on memory. Atomic operations do not race with each other, and order nothing.
 void update(const void* address, int bytes, const Site& site);
 
-// The running thread's engine begins a copy (`source` null: writes zeros). Returns its number, for
-// copies_arrived.
+// The running thread's engine begins a copy; without a `source` it writes zeros. Returns the copy's number,
+// for copies_arrived.
 int64_t begin_copy(const void* destination, const void* source, int bytes, const Site& site);
 // The running thread has waited for its copies up to this one.
 void copies_arrived(int64_t last);
 
-// All that this thread has done comes before what those do who acquire the order.
+// All that this thread has done comes before what threads do after they acquire the order.
 void release(Order& order, int thread);
 void acquire(const Order& order, int thread);
 
-// The running thread's stores to shared memory come before what the asynchronous proxy does on behalf of
-// whoever this thread is ordered before.
+// The running thread's stores to shared memory come before what the asynchronous proxy does for threads that
+// this thread is ordered before.
 void fence_async_proxy();
-// The running thread begins to copy a box, which the barrier of this number counts. What it reads and writes,
+// The running thread begins to copy a box, which the barrier of this number counts. The copy reads and writes
 // through the asynchronous proxy.
 Box begin_box(int barrier);
 void read_box(const void* address, int bytes, const Box& box, const Site& site);
 void write_box(const void* address, int bytes, const Box& box, const Site& site);
-// The box, and those before it that its barrier counts, come before what those do who acquire the order.
+// The box, and earlier boxes that its barrier counts, come before what threads do after they acquire the
+// order.
 void release_box(Order& order, const Box& box);
 
-// What all threads know that have called this with `order`; the first of them begins it.
+// `order` gathers what all threads know that call this with it; the first of them begins it.
 void meet(Order& order, bool first);
 // A warpgroup's product, which begins with that knowledge, reads an operand through the asynchronous proxy.
 void read_product(const void* address, int bytes, const Order& knowledge, int group, int64_t product,

@@ -1,9 +1,9 @@
-"""Writes oracle/: what mmasim 2.1.1 (PyPI), a published bit-accurate model of tensor cores, answers.
+"""Writes oracle/, the answers of mmasim 2.1.1 (PyPI). It is a published bit-accurate model of tensor cores.
 
     pip install mmasim==2.1.1 && python simulators/cuda_emulator/record_mmasim.py
 
-Its answers are kept because importing it compiles C++ and, with a GPU, needs triton; the part that does so is
-left out here, as it computes float64 products only.
+The answers are kept because importing mmasim compiles C++ and, with a GPU, needs triton. The part that does
+so is left out here, because it computes float64 products only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMATS = {
 
 
 def matrices(words: np.ndarray, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A, B and C of one problem from the fragments of its lanes, as the PTX manual draws them."""
+    """A, B and C of one problem, from the fragments of its lanes as the PTX manual draws them."""
     a, b, c = torch.empty(16, 16, dtype=dtype), torch.empty(16, 8, dtype=dtype), torch.empty(16, 8)
     elements = torch.from_numpy(words[:, :6].copy().view(np.int32)).view(dtype).reshape(32, 6, 2)
     accumulators = torch.from_numpy(words[:, 6:].copy().view(np.float32))

@@ -17,7 +17,7 @@ constexpr int kFewest = 24;
 constexpr int kMost = 256;
 
 struct Group {
-  int registers = 0;  // a thread
+  int registers = 0;  // of each thread
   int asked = 0;
   bool takes = false;
   Site site;
@@ -27,9 +27,10 @@ struct Group {
 };
 
 std::vector<Group> groups;
-int in_pool = 0;  // that no group has, in registers for each thread of a group
+int in_pool = 0;  // registers that no group has, counted per thread of a group
 
-// Whether the group, all of whose threads have come, has got what it asks for.
+// Gives the group, all of whose threads have come, what it asks for. Returns false if there are too few
+// registers.
 bool settle(Group& group) {
   const int more = group.asked - group.registers;
   if (more > in_pool) return false;
@@ -44,7 +45,8 @@ bool settle(Group& group) {
 }  // namespace
 
 void start_block() {
-  // What a thread has at first is the compiler's choice; at most this, as the block fits.
+  // The compiler chooses how many registers a thread has at first. It has at most this many, because the
+  // block fits.
   const int threads = static_cast<int>(block().threads.size());
   const int each = std::min(kOfMultiprocessor / threads / kStep * kStep, kMost);
   groups.assign(static_cast<size_t>(threads / products::kGroupThreads), Group());
@@ -74,7 +76,7 @@ void set(int count, bool takes, const Site& site) {
   const uint64_t round = group.rounds;
   if (++group.arrived == products::kGroupThreads) {
     settle(group);
-    // What one gives up others may be waiting for.
+    // Other groups may be waiting for what this one gives up.
     for (Group& other : groups) {
       if (!takes && other.arrived == products::kGroupThreads) settle(other);
     }

@@ -1,12 +1,13 @@
-"""What the modules of cases have in common: a line with a digest for each case that passes.
+"""The command line that the modules of cases share. It prints a digest for each case that passes.
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.forward_cases [EVERY [FIRST [MOST]]]
 
 runs each EVERY-th case from FIRST on, without those of more than MOST million products of scores and values.
-The results of a case must be the same bits under every schedule, so its digest is what runs are compared by.
-tests/cuda/test_emulated_kernels.py does so. What is the same in bits as results that are accurate need not be
-judged: --again leaves out what a module says. --schedules fifo:eager lifo:late runs them under each of these
-orders and times of copies, and writes the name before each line.
+The results of a case must have the same bits under every schedule, so runs are compared by their digests, as
+tests/cuda/test_emulated_kernels.py does. Results with the same bits as accurate ones need not be judged
+again: --again leaves out the checks for which a module has a shorter function. --schedules fifo:eager
+lifo:late runs the cases under each of these orders and times of copies, and writes the schedule's name before
+each line.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ def digest(results: dict[str, Tensor]) -> str:
 
 
 def main(cases: Sequence[Case], check: Check, again: Check | None = None) -> None:
-    """Runs the cases that the command line asks for; exits with 1 where one has failed.
-
-    ``again`` computes what ``check`` returns for comparison with another run; None is ``check`` itself.
+    """Runs the cases that the command line asks for; exits with 1 if one has failed. ``again`` computes what
+    ``check`` returns, without its checks, for comparison with another run; by default it is ``check``.
     """
     parser = argparse.ArgumentParser()
     for name, default in (("every", 1), ("first", 0), ("most", 10**6)):
@@ -67,8 +67,8 @@ def _pass(cases: Sequence[Case], check: Check, prefix: str = "") -> bool:
 
 
 def _pass_under(schedule: str, cases: Sequence[Case], check: Check) -> bool:
-    """In a copy of this process: the emulator reads its variables once, and loading torch anew takes longer
-    than many of the runs.
+    """Runs the cases in a copy of this process, because the emulator reads its variables once, and loading
+    torch again takes longer than many of the runs.
     """
     process = os.fork()
     if process == 0:

@@ -36,7 +36,8 @@ int ended = 0;
 void (*kernel_body)(void*) = nullptr;
 void* kernel_context = nullptr;
 
-// The ends first: most schedules take those alone, and quickly.
+// Takes a thread out of the list. The ends come first, because most schedules take only those, and it is
+// quick.
 Thread* take(size_t place) {
   Thread* thread = ready[place];
   if (place + 1 == ready.size()) {
@@ -51,7 +52,7 @@ Thread* take(size_t place) {
   return thread;
 }
 
-// The thread that runs next, nullptr if none can.
+// Returns the thread that runs next; nullptr if none can.
 Thread* next_thread() {
   if (ready.empty()) return nullptr;
   switch (options().schedule) {
@@ -60,7 +61,8 @@ Thread* next_thread() {
     case Schedule::kLifo:
       return take(ready.size() - 1);
     case Schedule::kRandom:
-      // Their order says nothing then, and the last can be taken without moving the others.
+      // The order of the list has no meaning here, and the last thread can be taken without moving the
+      // others.
       std::swap(ready[random_number() % ready.size()], ready.back());
       return take(ready.size() - 1);
     case Schedule::kSticky: {
@@ -93,7 +95,7 @@ std::string lanes_text(uint32_t lanes) {
   return text;
 }
 
-// One line for each warp and each thing that its threads do.
+// Returns a line for each group of a warp's threads that do the same.
 std::string what_threads_do() {
   std::map<std::pair<int, std::string>, uint32_t> groups;
   for (const auto& thread : current_block.threads) {
@@ -115,7 +117,7 @@ std::string what_threads_do() {
   __builtin_unreachable();
 }
 
-// Gives the processor to another thread; returns when the caller of this runs again.
+// Gives the processor to another thread, and returns when the calling thread runs again.
 void give_way() {
   Thread* last = current_thread;
   Thread* next = next_thread();
@@ -173,7 +175,7 @@ void run_block(size_t shared_bytes) {
   if (failure.empty()) shared_memory().check_margin();
 }
 
-// Threads numbered as CUDA numbers them: x runs fastest.
+// Threads are numbered as CUDA numbers them: x runs fastest.
 void make_threads(dim3 shape) {
   const size_t count = size_t{shape.x} * shape.y * shape.z;
   auto& threads = current_block.threads;
@@ -201,7 +203,7 @@ void wait(const Site& site) {
   boxes::pass();
   products::pass();
   give_way();
-  thread.waits_in = Site();  // where it was woken before it waited
+  thread.waits_in = Site();  // it may have been woken before it waited
 }
 
 void wake(Thread& thread) {
@@ -233,7 +235,7 @@ void run_grid(dim3 grid, dim3 block_shape, size_t shared_bytes, void (*body)(voi
   blockDim = block_shape;
   make_threads(block_shape);
 
-  // Blocks run one after the other, in an order that kernels must not rely on.
+  // Blocks run one after the other, in an order on which kernels must not rely.
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
   const Schedule schedule = options().schedule;
   std::vector<uint64_t> order;

@@ -1,4 +1,4 @@
-// The threads of one block, and which of them runs: one at a time, until it waits or ends.
+// The threads of one block, and which of them runs. One thread runs at a time, until it waits or ends.
 #pragma once
 
 #include <cstdint>
@@ -31,22 +31,22 @@ struct Block {
   Barrier barrier;
 };
 
-// The running block and thread. Only valid during a launch.
+// Return the running block and thread. They are valid only during a launch.
 Block& block();
 Thread& self();
 
-// Whether a thread of a kernel is running, rather than the host's code or the emulator's own between blocks.
+// Returns whether a thread of a kernel is running, rather than the host's code or the emulator's own.
 bool in_kernel();
 
-// The running thread waits here until someone wakes it; meanwhile others run. When none can, the launch fails
-// with a report of what each waits for.
+// Lets the running thread wait until another wakes it; meanwhile others run. If none can run, the launch
+// fails with a report of what each thread waits for.
 void wait(const Site& site);
 void wake(Thread& thread);
 
-// Ends the launch: launch() throws this sentence. May be called from a thread of a kernel only.
+// Ends the launch: launch() throws this text. Only a thread of a kernel may call it.
 [[noreturn]] void fail(const std::string& what);
 
-// Where the running thread is: "thread 5 (warp 0, lane 5) of block (0, 0, 0)".
+// Returns where the running thread is: "thread 5 (warp 0, lane 5) of block (0, 0, 0)".
 std::string whereabouts();
 
 // Runs body(context) once in each thread of each block, with a new shared memory for each block.

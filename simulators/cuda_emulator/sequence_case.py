@@ -1,6 +1,6 @@
-"""A batch whose sequences have lengths and places of their own, as data.
+"""A batch whose sequences have different lengths and places, as data.
 
-The sequences are packed, in a cache or in pages. A case has its tensors, those of each sequence alone, and
+The sequences are packed, in a cache, or in pages. A case has its tensors, those of each sequence alone, and
 the formula.
 """
 
@@ -15,20 +15,20 @@ from torch import Tensor
 
 from selfattn_ext import reference
 
-#: Rows behind the last sequence of a packed tensor, and behind the longest in a cache.
+#: Rows after the last sequence of a packed tensor, and after the longest sequence in a cache.
 SPARE = 3
 
-#: What operators are given, or have returned, by name.
+#: Arguments or results of operators, by name.
 Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class SequenceCase(Case):
-    """``batch``, ``queries`` and ``keys`` of the case follow from the other fields: see `made`."""
+    """``batch``, ``queries`` and ``keys`` follow from the other fields: see `made`."""
 
     lengths: tuple[tuple[int, int], ...] = ()
     form: str = "packed"
-    offsets: str = "one"  # query_offset; from the end of the keys; another for each
+    offsets: str = "one"  # "one": query_offset; "end": from the keys' end; "each": all differ
     page_size: int = 16
 
     def __str__(self) -> str:
@@ -49,7 +49,9 @@ class SequenceCase(Case):
         return self.form.endswith("pages")
 
     def made(self) -> SequenceCase:
-        """The case with the numbers that follow: those of the longest sequence, or of what holds the keys."""
+        """The case with the numbers that follow from its lengths: those of the longest sequence, or of the
+        cache.
+        """
         lengths = self.lengths
         queries, keys = (max(numbers) for numbers in zip(*lengths, strict=True))
         if not self.packs_queries:
@@ -66,7 +68,9 @@ class SequenceCase(Case):
         return {"one": self.query_offset, "end": keys - queries, "each": 3 * b - 4}[self.offsets]
 
     def starts(self, side: int) -> list[int]:
-        """Where the queries (0) or keys (1) of each sequence begin in packed tensors; the end."""
+        """Where the queries (0) or keys (1) of each sequence begin in packed tensors, and where the last one
+        ends.
+        """
         found = [0]
         for lengths in self.lengths:
             found.append(found[-1] + lengths[side])
@@ -82,7 +86,7 @@ class SequenceCase(Case):
         return self.rows(tensor, b, 0, self.packs_queries)
 
     def key_rows(self, tensors: Named, name: str, b: int) -> Tensor:
-        """The keys or values of a sequence, wherever they lie."""
+        """The keys or values of a sequence, wherever they are stored."""
         tensor = tensors[name]
         if not self.in_pages:
             return self.rows(tensor, b, 1, self.packs_keys)
@@ -91,7 +95,7 @@ class SequenceCase(Case):
         return pages.flatten(1, 2)[None, :, : self.lengths[b][1]]
 
     def joined(self, parts: list[Tensor], rest: float) -> Tensor:
-        """What belongs to the queries of each sequence, as the operators lay it out."""
+        """Joins tensors with a row for each query of a sequence, as the operators lay them out."""
         if not self.packs_queries:
             return torch.cat(parts)
         shape = list(parts[0].shape)
@@ -99,13 +103,13 @@ class SequenceCase(Case):
         return torch.cat([*parts, parts[0].new_full(shape, rest)], 2)
 
     def padded(self, b: int, tensor: Tensor, rest: float) -> Tensor:
-        """What belongs to the pairs of a sequence, (1, heads, queries, keys) of the case."""
+        """Pads a tensor of one sequence's queries and keys to the case's (1, heads, queries, keys)."""
         queries, keys = self.lengths[b]
         pad = (0, self.keys - keys, 0, self.queries - queries)
         return torch.nn.functional.pad(tensor, pad, value=rest)
 
     def inputs(self) -> Named:
-        """In the form of the case, with zeros outside of the sequences."""
+        """The inputs in the form of the case, with zeros outside of the sequences."""
         tensors = {name: tensor.detach() for name, tensor in super().inputs().items()}
         dense = replace(self, form="cache")
         if self.packs_queries:
@@ -133,7 +137,7 @@ class SequenceCase(Case):
         return {name: it.requires_grad_(it.is_floating_point()) for name, it in tensors.items()}
 
     def _pages(self, name: str, parts: list[Tensor]) -> Named:
-        """Pages in any order, and a table whose other numbers are those of no page."""
+        """Pages in random order, and a table whose unused entries are numbers of no page."""
         columns = self.keys // self.page_size
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(self.batch * columns + 2, generator=generator).to(torch.int32)
@@ -147,7 +151,9 @@ class SequenceCase(Case):
         return {name: laid_out(pages, self.layout), "block_table": table}
 
     def filled(self, tensors: Named) -> Named:
-        """The same with NaN outside of the sequences, wherever something belongs to rows or pairs."""
+        """The tensors with NaN outside of the sequences, wherever a dimension runs over rows or pairs of
+        rows.
+        """
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         everything = range(self.batch)
         for name in ("query", "grad_out", "grad_row"):
@@ -180,7 +186,9 @@ class SequenceCase(Case):
         return tensors
 
     def pairs(self, tensor: Tensor, b: int) -> Tensor:
-        """What belongs to the pairs of a sequence; what is the same for all stays so."""
+        """The part of a tensor for a sequence's queries and keys; dimensions that are broadcast stay as they
+        are.
+        """
         tensor = tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
         queries, keys = self.lengths[b]
         tensor = tensor[:, :, :queries] if tensor.shape[2] > 1 else tensor
@@ -206,7 +214,9 @@ class SequenceCase(Case):
         return {**self.numbers(), "query_offset": self.offset(b)}
 
     def formula(self, tensors: Named, **options: Any) -> Named:
-        """The reference of each sequence. Dropout counts elements of the batch, so that there are as many."""
+        """The reference of each sequence. Dropout counts elements of the batch, so sequence b is computed as
+        the last element of a batch of b + 1.
+        """
         if self.dropout_p:
             options["dropout_seed"] = dropout_seed(self.seed, self.device)
         outs, weights, lses = [], [], []

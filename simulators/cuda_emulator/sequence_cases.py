@@ -2,9 +2,9 @@
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.sequence_cases [EVERY [FIRST [MOST]]]
 
-prints a digest of the results and gradients of each: see run_cases.py. The operators' results are judged by
-the formula of each sequence, and must be the bits of a call for that sequence alone. What lies outside of the
-sequences is NaN, and page numbers that nobody needs exist nowhere.
+prints a digest of each case's results and gradients: see run_cases.py. The formula of each sequence judges
+the operators' results, which must have the bits of a call for that sequence alone. Memory outside of the
+sequences is NaN, and unused page numbers are those of no page.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ LENGTHS = (
     ((16, 200), (17, 200)),
     ((1, 1), (1, 65), (1, 128)),
     ((130, 7), (129, 140)),
-    # The keys of few queries are cut into splits, three, two and one; those of many are not.
+    # Keys of few queries are cut into three, two or one splits; keys of many queries are not cut.
     ((1, 600), (16, 257), (40, 300), (2, 30)),
 )
 
 OPTIONS: dict[str, list[Any]] = {
     "dtype": list(DTYPES),
     "lengths": list(LENGTHS),
-    # What is packed, or what keys lie in: queries and keys; a cache; pages; those under packed queries.
+    # Packed queries and keys; keys in a cache or in pages; the same with packed queries.
     "form": ["packed", "cache", "pages", "packed cache", "packed pages"],
     "head_counts": [(2, 2), (4, 2), (3, 1)],
     "dims": [(16, 16), (64, 64), (80, 16), (33, 65), (128, 128)],
@@ -62,7 +62,7 @@ OPTIONS: dict[str, list[Any]] = {
 
 
 def cases() -> list[SequenceCase]:
-    """Every pair of values of two options in some case."""
+    """Every pair of values of two options, calls without options, and keys after the end of sequences."""
     chosen = []
     for index, row in enumerate(covering(OPTIONS)):
         heads, kv_heads = row.pop("head_counts")
@@ -75,8 +75,8 @@ def cases() -> list[SequenceCase]:
 
 
 def _end_cases() -> list[SequenceCase]:
-    """Where nothing but a sequence's end hides the keys behind it, and the slopes' gradient would show them:
-    those of queries would not, as such keys are zeros.
+    """Cases in which only a sequence's end hides the keys after it. The gradient of the slopes would show
+    those keys; the gradient of queries would not, because such keys are zeros.
     """
     lengths = ((70, 40), (5, 70), (3, 20))
     cases = [
@@ -87,7 +87,9 @@ def _end_cases() -> list[SequenceCase]:
 
 
 def _bare_cases() -> list[SequenceCase]:
-    """No options, which kernels for tensor cores have a path of their own for: every width of theirs."""
+    """Calls without options, for which kernels for tensor cores have a path of their own, at each of its
+    widths.
+    """
     widths = (64, 128, 256)
     return [
         SequenceCase(
@@ -105,7 +107,7 @@ def _bare_cases() -> list[SequenceCase]:
 
 
 def _call(name: str, **arguments: Any) -> Any:
-    """An operator on the kernel of the process, which would be chosen above the operators."""
+    """Calls an operator with the kernel of the process, which callers of operators have to name."""
     results = getattr(ops, name)(**arguments, kernel_name=os.environ.get("SELFATTN_KERNEL", ""))
     return (results,) if isinstance(results, Tensor) else results
 
@@ -146,7 +148,7 @@ def operators(given: Named, case: Case, numbers: dict[str, Any], call: Callable[
 
 
 def given_by(case: SequenceCase, tensors: Named) -> tuple[Named, Judge]:
-    """What the operators are given, NaN outside of the sequences, and the judge of what they return."""
+    """Arguments for the operators, with NaN outside of the sequences, and the judge of their results."""
     asked = replace(case, weights=True, lse=True)
     if case.in_pages:
         return case.filled(tensors), Judge(asked, tensors)
@@ -157,7 +159,7 @@ def given_by(case: SequenceCase, tensors: Named) -> tuple[Named, Judge]:
     judge = Judge(asked, tensors, cotangents)
     given = {**tensors, "grad_out": cotangents["out"]}
     if case.weights:
-        # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention_function.py.
+        # See Note [Gradient of weights and lse] in selfattn_ext/autograd/attention_function.py.
         of_weights = (judge.exact["weights"].detach() * cotangents["weights"].double()).sum(-1)
         parts = [of_weights[b : b + 1, :, : case.lengths[b][0]] for b in range(case.batch)]
         rows = case.joined(parts, 0.0) - cotangents["lse"].double()
@@ -177,7 +179,7 @@ def numbers_of_call(case: SequenceCase) -> dict[str, Any]:
 
 
 def assert_accurate(judge: Judge, results: Named) -> None:
-    """Asserts that what the operators have returned is accurate."""
+    """Asserts that the operators' results are accurate."""
     judged = dict(results)
     judged["lse"] = judged.pop("row_max") + judged.pop("row_sum").log()
     judge.assert_accurate(judged)
@@ -185,7 +187,7 @@ def assert_accurate(judge: Judge, results: Named) -> None:
 
 def assert_alone(case: SequenceCase, given: Named, results: Named) -> None:
     """Asserts that each sequence gets the bits that it gets alone."""
-    for b in range(case.batch if not case.dropout_p else 1):  # dropout would count it as the first
+    for b in range(case.batch if not case.dropout_p else 1):  # dropout would count it as element 0
         queries, keys = case.lengths[b]
         alone = operators(case.of_sequence(given, b), case, case.numbers_of(b))
         parts = {name: case.query_rows(results[name], b) for name in ("out", "row_max", "row_sum")}
@@ -217,7 +219,7 @@ def assert_undisturbed(case: SequenceCase, given: Named, results: Named) -> None
 
 
 def assert_longest_does_not_matter(case: SequenceCase, given: Named, results: Named) -> None:
-    """Asserts the same bits where the longest sequence is said to be longer than it is."""
+    """Asserts that the bits are the same if the longest sequence is said to be longer than it is."""
     more = replace(case, queries=case.queries + 70, keys=case.keys + 70)
     given = dict(given)
     for name in given.keys() & {"attn_mask", "grad_weights"}:
@@ -227,10 +229,10 @@ def assert_longest_does_not_matter(case: SequenceCase, given: Named, results: Na
     for name, result in results.items():
         other = again[name]
         if name == "grad of attn_mask" and result.shape[0] < case.batch:
-            continue  # what falls on it is added up in an order that follows from the longest
+            continue  # the order of its sums over the batch follows from the longest sequence
         if result.shape != other.shape:
             other = other[:, :, : result.shape[2], : result.shape[3]]
-        assert run_cases.bytes_of(result) == run_cases.bytes_of(other), f"{name}, with a longer longest"
+        assert run_cases.bytes_of(result) == run_cases.bytes_of(other), f"{name}, with a longer maximum"
 
 
 @torch.no_grad()
@@ -249,8 +251,8 @@ def check(case: SequenceCase) -> Named:
 
 @torch.no_grad()
 def compute(case: SequenceCase) -> Named:
-    """The same, for comparison with results that are accurate. Calls for one sequence are those that the
-    other modules' cases are about; a longer longest is a grid of its own.
+    """Computes the results of `check`, for comparison with accurate ones. It leaves out calls for single
+    sequences, which other modules' cases cover, but not that for a longer maximum, which makes another grid.
     """
     with torch.enable_grad():
         given, _ = given_by(case, case.inputs())

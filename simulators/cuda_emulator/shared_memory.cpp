@@ -16,9 +16,9 @@ namespace selfattn::emulator {
 namespace {
 
 constexpr unsigned char kPoison = 0xff;
-// More than any kernel may have, so that one reservation serves all.
+// This is more than any kernel may have, so that one reservation serves all.
 constexpr size_t kMostBytes = size_t{1} << 18;
-// A stray index in the memory's neighbourhood faults instead of finding something else.
+// A stray index near the memory faults instead of finding something else.
 constexpr size_t kGuardBytes = size_t{1} << 20;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The dynamic shared memory of the running block, flush against pages that nothing may touch.
+// The dynamic shared memory of the running block, next to pages that nothing may touch.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +16,15 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // Memory for the next block, filled with bytes 0xff: NaN in every floating-point type.
+  // Prepares memory for the next block, filled with bytes 0xff: NaN in every floating-point type.
   void start(size_t bytes);
-  // Fails if the few bytes between the memory and the page behind it have been written.
+  // Fails if something has written the few bytes between the memory and the page after it.
   void check_margin() const;
 
   unsigned char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
   bool holds(const void* address, size_t bytes) const;
-  // Whether it lies in the pages of the memory or in those around them.
+  // Returns whether the address lies in the pages of the memory or in those around them.
   bool is_near(const void* address) const;
 
  private:
@@ -36,7 +36,7 @@ class SharedMemory {
 
 SharedMemory& shared_memory();
 
-// Fails unless a primitive's address lies in shared memory with all its bytes, aligned to their number.
+// Fails unless all bytes of a primitive's access lie in shared memory, aligned to their number.
 void check_shared(const void* address, int bytes, const Site& site);
 // The same with another alignment.
 void check_shared(const void* address, int bytes, int alignment, const Site& site);

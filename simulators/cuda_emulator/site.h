@@ -1,4 +1,4 @@
-// Where a kernel calls a primitive: what reports name.
+// The place where a kernel calls a primitive, for reports.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@ struct Site {
   const char* file = "";
   int line = 0;
 
-  // As a default argument this is the place of the call.
+  // As a default argument, this is the place of the call.
   static constexpr Site at(const char* primitive, const char* file = __builtin_FILE(),
                            int line = __builtin_LINE()) {
     return {primitive, file, line};
@@ -20,7 +20,7 @@ struct Site {
   }
 };
 
-// "__syncthreads at forward.cuh:12"
+// Returns a text like "__syncthreads at forward.cuh:12".
 inline std::string to_string(const Site& site) {
   const std::string file = site.file;
   const size_t slash = file.rfind('/');

@@ -9,8 +9,8 @@ namespace selfattn::emulator {
 
 constexpr int kSwizzledRowBytes = 128;
 constexpr int kChunkBytes = 16;
-// Where the pattern begins again. Shared memory ends at a page here, so that these bits of a host's address
-// are those of an address in shared memory whose size is a multiple of this.
+// The pattern begins again at multiples of this. Shared memory ends at a page boundary here, so these bits of
+// a host address are those of an address in shared memory, if the memory's size is a multiple of this.
 constexpr int kSwizzleAlignment = 1024;
 
 template <class Byte>

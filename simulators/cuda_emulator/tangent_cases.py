@@ -2,8 +2,8 @@
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.tangent_cases [EVERY [FIRST [MOST]]]
 
-prints a digest of the results of each: see run_cases.py. NaN where something is hidden, in inputs and in
-tangents, must change nothing; a batch element, or a sequence, must have the bits that it has alone.
+prints a digest of each case's results: see run_cases.py. NaN in hidden places of inputs and tangents must
+change nothing, and a batch element or sequence must have the bits that it has alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .backward_cases import fill_hidden
 from .sequence_case import SequenceCase
 from .sequence_cases import numbers_of_call
 
-#: What has its own part for each query, and for each key.
+#: Results with a row for each query, and for each key.
 OF_QUERIES = ("out", "row_max", "row_sum", "tangent of out", "tangent of lse", "grad of query")
 OF_KEYS = ("grad of key", "grad of value")
 
@@ -43,7 +43,7 @@ OPTIONS: dict[str, list[Any]] = {
     "length": [(1, 1), (64, 64), (65, 65), (7, 13), (5, 130), (130, 40), (66, 129)],
     "head_counts": [(2, 2), (4, 2), (3, 1)],
     "dims": [(16, 16), (33, 65), (80, 16), (5, 9), (130, 16), (16, 130)],
-    "layout": ["contiguous", "transposed", "expanded", "offset"],  # those that the operators take
+    "layout": ["contiguous", "transposed", "expanded", "offset"],  # the layouts that the operators take
     "grad_layout": list(LAYOUTS),
     "mask": [None, *MASKS, "float tiles", "float number"],
     "is_causal": [False, True],
@@ -78,7 +78,7 @@ SEQUENCE_OPTIONS: dict[str, list[Any]] = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case, and the same of sequences."""
+    """Every pair of values of two options, and the same for sequences."""
     dense = []
     for index, row in enumerate(covering(OPTIONS)):
         missing = row.pop("missing")
@@ -100,8 +100,8 @@ def assert_same(found: Tensor, expected: Tensor, what: str) -> None:
 
 @torch.no_grad()
 def check(case: Case) -> Named:
-    """Asserts that results are accurate, that NaN in what is hidden changes no bit of them, and that they are
-    those of each sequence, or batch element, alone. Returns them.
+    """Asserts that results are accurate, that NaN in hidden places changes no bit of them, and that each
+    sequence or batch element has the bits that it has alone. Returns the results.
     """
     return check_sequences(case) if isinstance(case, SequenceCase) else check_dense(case)
 
@@ -112,7 +112,7 @@ def check_dense(case: TangentCase) -> Named:
     gradients = gradients_for(case, given)
     results = operators(case, case.numbers(), given, tangents, gradients)
     judge(case, given, tangents, cotangents_from(case, gradients), results)
-    if case.batch == 2 and not case.dropout_p:  # which would count it as the first
+    if case.batch == 2 and not case.dropout_p:  # dropout would count it as element 0
         parts = [{name: it[1:] if it.shape[0] == 2 else it for name, it in named.items()}
                  for named in (given, tangents, gradients)]  # fmt: skip
         alone = operators(case, case.numbers(), *parts)
@@ -157,12 +157,12 @@ def check_sequences(case: SequenceCase) -> Named:
 
 
 def own_masks(case: SequenceCase, mask: Tensor) -> list[Tensor]:
-    """What a mask, or its gradient, has for each sequence."""
+    """The part of a mask, or of its gradient, for each sequence."""
     return [case.pairs(mask, b) for b in range(case.batch)]
 
 
 def joined_masks(case: SequenceCase, named: Named) -> Named:
-    """The same with a mask for each sequence, one behind the other."""
+    """The tensors with a separate mask for each sequence, in one batch."""
     if "attn_mask" not in named:
         return named
     return named | {"attn_mask": torch.cat([it.reshape(-1) for it in own_masks(case, named["attn_mask"])])}
@@ -171,7 +171,7 @@ def joined_masks(case: SequenceCase, named: Named) -> Named:
 def assert_own_masks_are_the_same(
     case: SequenceCase, numbers: dict[str, Any], of_call: list[Named], results: Named
 ) -> None:
-    """Where each sequence has a mask of its own, the mask that they shared or its own part of it."""
+    """Checks that a separate mask for each sequence gives the results of the shared mask, or of its parts."""
     mask = of_call[0]["attn_mask"]
     shapes = [size for own in own_masks(case, mask) for size in own.shape[1:]]
     again = operators(case, numbers | {"mask_shapes": shapes}, *(joined_masks(case, it) for it in of_call))

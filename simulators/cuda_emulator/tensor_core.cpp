@@ -10,8 +10,8 @@ namespace {
 
 struct Generation {
   int group;          // how many products are added in one step
-  int kept_bits;      // behind the binary point of the largest term
-  int zero_exponent;  // what a term that is zero counts as
+  int kept_bits;      // after the binary point of the largest term
+  int zero_exponent;  // the exponent that a term of zero counts as
 };
 
 Generation generation_of(int capability) {
@@ -26,7 +26,8 @@ float canonical_nan() {
   return nan;
 }
 
-// Neighbours in a row of the accumulator: most of the emulator's own time is spent on them.
+// Neighbours in a row of the accumulator are computed together, because the emulator spends most of its time
+// here.
 constexpr int kLanes = 4;
 template <class T>
 using Lanes [[gnu::vector_size(kLanes * sizeof(T))]] = T;
@@ -35,7 +36,8 @@ using Doubles = Lanes<double>;
 using Ints = Lanes<int32_t>;
 using Longs = Lanes<int64_t>;
 
-// What adds nothing raises no exponent. (A product of 0 counts as zero_exponent, and no accumulator as less.)
+// A term that adds nothing raises no exponent. (A product of 0 counts as zero_exponent, and an accumulator as
+// no less.)
 constexpr int kOfZero = -4096;
 
 inline __attribute__((always_inline)) Floats load(const float* values) {
@@ -50,7 +52,7 @@ inline __attribute__((always_inline)) Ints exponents_of(Floats values, int small
   return values == 0.0f ? Ints{} + of_zero : exponents;
 }
 
-// `group`: how many products are added in one step. A constant, so that its loops are unrolled.
+// `group` is how many products are added in one step. It is a constant, so that the loops are unrolled.
 template <int group>
 inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands,
                                                          const Generation& generation) {
@@ -73,7 +75,7 @@ inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands,
       Floats sum = load(operands.d[m] + column);
       for (int first = 0; first < kMmaDepth; first += group) {
         Doubles start = __builtin_convertvector(sum, Doubles);
-        Doubles terms[2] = {start, start};  // infinity or NaN where a term is; two sums, which need not wait
+        Doubles terms[2] = {start, start};  // infinity or NaN if a term is; two sums need not wait
         Ints largest = exponents_of(sum, kSmallestExponentFloat32, generation.zero_exponent);
         Doubles products[kMmaDepth];
         for (int k = 0; k < group; ++k) {
@@ -88,12 +90,12 @@ inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands,
         const Longs finite = special - special == 0.0;
         Longs all = finite;
         for (int n = 1; n < kLanes; ++n) all[0] &= finite[n];
-        if (all[0] == 0) {  // no integers are made of these
+        if (all[0] == 0) {  // infinity and NaN have no integers
           start = (Doubles)((Longs)start & finite);
           for (int k = 0; k < group; ++k) products[k] = (Doubles)((Longs)products[k] & finite);
         }
 
-        // Every term has 30 bits or less. Integers, whose sum is exact in double too.
+        // Every term has 30 bits or less, so the terms are integers whose sum is exact in double, too.
         const Longs shift = __builtin_convertvector(generation.kept_bits - largest, Longs);
         const Doubles scale = (Doubles)((shift + 1023) << 52);
         Doubles sums[2] = {__builtin_convertvector(__builtin_convertvector(start * scale, Ints), Doubles),
@@ -102,7 +104,7 @@ inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands,
           sums[k % 2] += __builtin_convertvector(__builtin_convertvector(products[k] * scale, Ints), Doubles);
         const Doubles total = (sums[0] + sums[1]) * (Doubles)((1023 - shift) << 52);
 
-        // Towards zero, and to infinity only from 2^128 on; there is no negative zero.
+        // The result is rounded towards zero, and to infinity only from 2^128 on; there is no negative zero.
         sum = __builtin_convertvector(total, Floats);
         const Doubles rounded = __builtin_convertvector(sum, Doubles);
         const Doubles size = total < 0.0 ? -total : total, rounded_size = rounded < 0.0 ? -rounded : rounded;

@@ -13,7 +13,7 @@ constexpr int kMmaRows = 16;
 constexpr int kMmaColumns = 8;
 constexpr int kMmaDepth = 16;
 
-// The smallest exponent of a normal number: subnormal ones keep it.
+// The smallest exponent of a normal number, which subnormal numbers keep.
 constexpr int kSmallestExponentFloat16 = -14;
 constexpr int kSmallestExponentFloat32 = -126;  // and that of bfloat16
 
@@ -24,7 +24,7 @@ struct MmaOperands {
   float d[kMmaRows][kMmaColumns];  // the accumulator, replaced by the result
 };
 
-// d += a b as a device of this compute capability does it.
+// Computes d += a b as a device of this compute capability does.
 void multiply_accumulate(MmaOperands& operands, int capability);
 
 }  // namespace selfattn::emulator

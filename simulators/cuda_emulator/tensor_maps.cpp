@@ -22,7 +22,7 @@ constexpr uint64_t kElementBytes = 2;
 
 static_assert(sizeof(TiledMap) <= sizeof(CUtensorMap), "a map has 128 bytes");
 
-// As the driver's manual has it; of its data types those of kernels here alone.
+// Encodes a map as the driver's manual says, for the data types that kernels here use.
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                       const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,

@@ -19,17 +19,17 @@ constexpr int kMostArrivals = (1 << 20) - 1;
 constexpr int kMostBytes = (1 << 20) - 1;
 
 struct TransactionBarrier {
-  int arrivals = 0;   // of each phase
-  int pending = 0;    // of this phase
-  int64_t bytes = 0;  // announced and not there yet; less than 0 where they came before
+  int arrivals = 0;   // arrivals that each phase needs
+  int pending = 0;    // arrivals that this phase still needs
+  int64_t bytes = 0;  // announced and not there yet; negative if they came first
   uint64_t phase = 0;
   int number = 0;           // in the order of initialisation
-  int initialiser = 0;      // the thread
+  int initialiser = 0;      // the thread that initialised it
   bool is_fenced = false;   // whether the asynchronous proxy knows it
-  int copies = 0;           // on their way
-  bool had_copies = false;  // in this phase
-  bool unwaited = false;    // the last phase that ended had copies, and nobody has waited for it
-  Site copy_site;           // of the latest copy
+  int copies = 0;           // copies on their way
+  bool had_copies = false;  // whether this phase had copies
+  bool unwaited = false;    // whether the last phase that ended had copies and nobody waited
+  Site copy_site;           // where the latest copy was begun
   races::Order arrived;     // what this phase makes known
   races::Order ended;       // what the last one has made known
   std::vector<Thread*> waiting;
@@ -43,7 +43,7 @@ std::string name_of(const void* barrier) {
          " of shared memory";
 }
 
-// What the memory of a barrier holds here: whoever writes over it is noticed.
+// Returns the word that a barrier's memory holds here, so that writes over a barrier are noticed.
 uint64_t mark_of(const void* barrier) {
   return uint64_t{0x6d62617272696572} ^ reinterpret_cast<uintptr_t>(barrier);
 }
@@ -65,7 +65,7 @@ TransactionBarrier& barrier_at(void* barrier, const Site& site) {
   return found->second;
 }
 
-// Ends the phase where nothing is lacking.
+// Ends the phase if nothing is missing.
 void end_phase(void* address, TransactionBarrier& barrier) {
   if (barrier.pending > 0) return;
   if (barrier.bytes < 0) {
@@ -85,7 +85,7 @@ void end_phase(void* address, TransactionBarrier& barrier) {
   for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
 }
 
-// Copies are as late as they may be: until somebody waits, and only they are lacking.
+// Brings copies as late as they may be: when a thread waits, and only their bytes are missing.
 void bring_copies(void* address, const TransactionBarrier& barrier) {
   if (!barrier.waiting.empty() && barrier.pending == 0) boxes::complete_for(address);
 }
@@ -156,11 +156,11 @@ void wait(void* address, uint32_t parity, const Site& site) {
   if (parity > 1) {
     fail(whereabouts() + " calls " + to_string(site) + " with the parity " + std::to_string(parity));
   }
-  // As a device, which asks again and again, a thread that is woken looks whether the phase is still the one
-  // behind its own: another may have ended meanwhile.
+  // A device asks again and again, and so does this loop: a thread that is woken looks whether the phase is
+  // still the one after its own, because another phase may have ended meanwhile.
   while ((barrier.phase & 1) == parity) {
     barrier.waiting.push_back(&self());
-    bring_copies(address, barrier);  // which may wake this thread before it waits
+    bring_copies(address, barrier);  // this may wake this thread before it waits
     emulator::wait(site);
   }
   barrier.unwaited = false;

@@ -1,5 +1,5 @@
-// Barriers of asynchronous copies (mbarrier), by their address in shared memory. What they do is said in
-// csrc/cuda/common/ptx_sm90.cuh.
+// Barriers of asynchronous copies (mbarrier), by their address in shared memory.
+// csrc/cuda/common/ptx_sm90.cuh says what they do.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace selfattn::emulator::barriers {
 
 void start_block();
-// All threads have ended: reports copies that nobody has waited for.
+// Is called when all threads have ended. Reports copies that no thread has waited for.
 void end_block();
 
 void init(void* barrier, int arrivals, const Site& site);
@@ -20,18 +20,18 @@ void arrive(void* barrier, const Site& site);
 void arrive_expecting(void* barrier, int bytes, const Site& site);
 void wait(void* barrier, uint32_t parity, const Site& site);
 
-// A copy to this barrier begins; fails where none may. Returns the barrier's number, in the order of their
+// Begins a copy to this barrier; fails if none may begin. Returns the barrier's number, in the order of
 // initialisation.
 int begin_copy(void* barrier, const Site& site);
-// The copy has brought its bytes.
+// Is called when the copy has brought its bytes.
 void finish_copy(void* barrier, int bytes, const races::Box& box);
 
-// It has begun and not completed.
+// Is called when a copy has begun and has not completed.
 void copy_is_on_its_way(void* barrier);
-// Whether its phase lacks nothing but bytes.
+// Returns whether the barrier's phase lacks nothing but bytes.
 bool lacks_bytes(void* barrier);
 
-// One line for each barrier that threads wait for: what it lacks.
+// Returns a line for each barrier that threads wait for, which says what it lacks.
 std::string what_barriers_lack();
 
 }  // namespace selfattn::emulator::barriers

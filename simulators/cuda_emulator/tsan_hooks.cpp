@@ -1,4 +1,4 @@
-// What the compiler calls in kernels built with -fsanitize=thread: the names of libtsan, which is not linked.
+// The functions of libtsan that kernels built with -fsanitize=thread call. libtsan itself is not linked.
 #if defined(SELFATTN_EMULATOR_RACES)
 
 #include <cstddef>
@@ -8,11 +8,11 @@
 #include "races.h"
 #include "scheduler.h"
 
-// The sanitizer's interface is fixed, hence names that are otherwise reserved.
+// The names are otherwise reserved, but the sanitizer's interface is fixed.
 // NOLINTBEGIN(bugprone-reserved-identifier)
 namespace {
 
-// Host code beside the kernels is instrumented too; it runs on no thread of a kernel.
+// Host code beside the kernels is instrumented, too; it runs on no thread of a kernel.
 void read(const void* address, int bytes, const void* place) {
   if (selfattn::emulator::in_kernel()) selfattn::emulator::races::read(address, bytes, place);
 }
@@ -47,7 +47,7 @@ void __tsan_write_range(void* address, size_t bytes) {
   write(address, static_cast<int>(bytes), __builtin_return_address(0));
 }
 
-// The guards of static variables in host code.
+// These serve the guards of static variables in host code.
 uint8_t __tsan_atomic8_load(const volatile uint8_t* address, int) {
   return __atomic_load_n(address, __ATOMIC_SEQ_CST);
 }

@@ -52,7 +52,7 @@ inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned
 
 using cudaStream_t = struct CUstream_st*;
 
-// What the running thread is; the scheduler sets them at every switch.
+// These say which thread is running; the scheduler sets them at every switch.
 extern uint3 threadIdx;
 extern uint3 blockIdx;
 extern dim3 blockDim;

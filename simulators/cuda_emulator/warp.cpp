@@ -16,7 +16,7 @@ std::string hexadecimal(uint32_t mask) {
   return text;
 }
 
-// The lanes of a warp that exist; the last warp of a block may be shorter.
+// Returns the lanes of a warp that exist; the last warp of a block may be shorter.
 uint32_t existing_lanes(int warp) {
   const int count = static_cast<int>(block().threads.size()) - warp * kWarpSize;
   return count >= kWarpSize ? kFullMask : (1u << count) - 1;
@@ -38,7 +38,7 @@ void check_mask(const Site& site, uint32_t mask) {
   }
 }
 
-// The meeting that this lane joins, new or begun by others.
+// Returns the meeting that this lane joins, which is new or was begun by others.
 Meeting& meeting_for(const Site& site, uint32_t mask) {
   Warp& warp = block().warps[static_cast<size_t>(self().warp)];
   for (Meeting& meeting : warp.meetings) {

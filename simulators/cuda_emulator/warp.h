@@ -1,4 +1,4 @@
-// Primitives that threads execute together: each publishes its operands and waits, the last to arrive
+// Primitives that threads execute together. Each thread publishes its operands and waits; the last to arrive
 // computes.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace selfattn::emulator {
 constexpr int kWarpSize = 32;
 constexpr uint32_t kFullMask = 0xffffffffu;
 
-// What the participating lanes of a warp brought along, by lane; null for the others.
+// The operands of the participating lanes of a warp, by lane; null for the others.
 using Operands = std::array<void*, kWarpSize>;
 
 // A primitive that some lanes have reached and others not yet.
@@ -25,19 +25,19 @@ struct Meeting {
 };
 
 struct Warp {
-  // Disjoint groups of lanes may be in different primitives at a time.
+  // Disjoint groups of lanes may be in different primitives at the same time.
   std::vector<Meeting> meetings;
 };
 
 // The barrier of a whole block, with a vote.
 struct Barrier {
   int arrived = 0;
-  int votes = 0;       // of this round, so far
-  int last_votes = 0;  // of the round before
+  int votes = 0;       // so far in this round
+  int last_votes = 0;  // in the round before
 };
 
-// Called by each lane in `mask`. The last one calls compute(operands), which may read and write what the
-// operands of all lanes point to, before any of them goes on.
+// Each lane in `mask` calls this. The last one calls compute(operands), which may read and write what the
+// operands of all lanes point to, before any lane goes on.
 void meet(const Site& site, uint32_t mask, void* operands, void (*compute)(const Operands&));
 
 // Waits for every thread of the block; returns how many of them voted.

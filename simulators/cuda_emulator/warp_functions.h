@@ -65,11 +65,11 @@ inline int __syncthreads_and(
 
 inline void __syncwarp(uint32_t mask = selfattn::emulator::kFullMask,
                        selfattn::emulator::Site site = selfattn::emulator::Site::at("__syncwarp")) {
-  bool present = true;  // an operand, so that fence() knows who takes part
+  bool present = true;  // an operand, by which fence() knows which lanes take part
   selfattn::emulator::meet(site, mask, &present, &selfattn::emulator::fence);
 }
 
-// `width` as in CUDA: lanes exchange within groups of that many, a power of 2.
+// `width` is that of CUDA: lanes exchange values within groups of that many lanes, a power of 2.
 template <class T>
 T __shfl_sync(uint32_t mask, T value, int source, int width = selfattn::emulator::kWarpSize,
               selfattn::emulator::Site site = selfattn::emulator::Site::at("__shfl_sync")) {

@@ -1,13 +1,14 @@
-"""Starts, lengths, offsets and page numbers that make no sense, on the emulated device.
+"""Senseless starts, lengths, offsets and page numbers, on the emulated device.
 
-Nothing checks them there before a kernel does. Whatever they are, the kernel must stay inside of the tensors.
+Nothing checks such numbers before a kernel does. Whatever they are, the kernel must stay inside of the
+tensors.
 
     python -m cuda_emulator.wild_numbers [CALLS]
 
-runs each operator of attention on every kernel so many times and asserts that it has changed no input.
-A kernel that trusts numbers far off reads where there is no memory, which the emulator reports. Results and
-workspaces have guards on both sides, which show what is written beside them; reads of rows next to a tensor
-are for a build with AddressSanitizer to see. Prints how many calls the device has had.
+runs each operator of attention on every kernel so many times, and asserts that it has changed no input. A
+kernel that trusts numbers far off reads where there is no memory, which the emulator reports. Results and
+workspaces have guards on both sides, which show writes beside them; a build with AddressSanitizer sees reads
+of rows next to a tensor. It prints how many calls the device has had.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from .split_cases import FEW_QUERIES, SPLIT
 
 HEADS, KV_HEADS, DIM = 2, 1, 16
 KERNELS = ("simt", "sm80")
-#: Rows of a packed tensor, or of what a cache can hold: more than a tile, and fewer.
+#: Rows of a packed tensor, or of a sequence's part of a cache: more than a tile, and fewer.
 ROWS = (70, 5, 20)
-#: The same where few queries meet many keys, which are split.
+#: The same for few queries and many keys, whose keys are split.
 FEW, MANY = (1, 3, FEW_QUERIES, 20), (SPLIT + 1, 2 * SPLIT + 70)
 
 
 def number(most: int) -> int:
-    """One that could be right, or one beside the ends, or far off."""
+    """A number that could be right, one near the ends, or one far off."""
     near = (-1, 0, 1, most - 1, most, most + 1)
     far = (-(2**63), -(2**40), 2**31, 2**40, 2**62, 2**63 - 1)
     return random.choice((random.randint(0, most), random.choice(near), random.choice(far)))
@@ -50,7 +51,7 @@ def numbers(count: int, most: int) -> Tensor:
 
 
 def call(turn: int) -> dict[str, Any]:
-    """The arguments of one forward: what is packed, or in pages, takes turns."""
+    """The arguments of one forward; packed tensors and pages take turns."""
     form = ("packed", "cache", "pages", "packed pages")[turn % 4]
     split = turn // 4 % 2 == 0
     batch, rows = random.randint(1, 4), random.choice(FEW if split else ROWS)
@@ -84,7 +85,7 @@ def call(turn: int) -> dict[str, Any]:
         options[name] = torch.randn(key_batch, KV_HEADS, page, DIM).to(dtype)
     kept = [random.random() < 0.5 for _ in range(4)]
     if form == "packed" and random.random() < 0.4:
-        # Of other lengths than the sequences.
+        # The masks have other sizes than the sequences.
         three = [
             [random.choice(sizes) for sizes in ((1, HEADS), (1, 5, rows), (1, 7, keys))] for _ in range(batch)
         ]
@@ -101,7 +102,7 @@ def call(turn: int) -> dict[str, Any]:
 
 
 def lengths(numbers: Tensor, rows: int, longest: int, packed: bool) -> list[int]:
-    """The lengths that kernels make of starts, where rows are packed, or of what should be lengths."""
+    """The lengths that kernels derive from starts, if rows are packed, or from the given lengths."""
     found = []
     for number, end in zip(numbers.tolist(), numbers[1:].tolist() if packed else numbers, strict=False):
         first = min(max(number, 0), rows) if packed else 0
@@ -111,7 +112,7 @@ def lengths(numbers: Tensor, rows: int, longest: int, packed: bool) -> list[int]
 
 
 def splits_keys(given: dict[str, Any]) -> bool:
-    """Whether some sequence has few queries and so many keys that they are split."""
+    """Whether a sequence has so few queries and so many keys that the keys are split."""
     query, key = given["query"], given["key"]
     queries = [query.shape[2]] * len(given["query_offsets"])
     if "cu_seqlens_q" in given:
@@ -126,7 +127,7 @@ def splits_keys(given: dict[str, Any]) -> bool:
 
 
 def run(device: Device, given: dict[str, Any]) -> None:
-    """Forward, weights and, but for pages, gradients."""
+    """Forward, weights and, except for pages, gradients."""
     given = dict(given)
     out, row_max, row_sum, _ = device("attention_forward", **given, need_residual=False)
     value = given.pop("value")

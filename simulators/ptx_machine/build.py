@@ -1,7 +1,7 @@
 """Builds the PTX machine, programs for it, and the package with the PTX of its CUDA kernels.
 
-Ninja compiles what has changed only, whatever the process that asks. Everything needs nvcc; what torch's CUDA
-tensors need (the operators of operators/, the package) also a torch with CUDA.
+Ninja compiles only what has changed, whichever process calls it. Everything needs nvcc; torch's CUDA tensors
+(the operators of operators/, and the package) also need a torch with CUDA.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from typing import Any
 from cuda_emulator import build as emulator
 
 ROOT = emulator.ROOT
-# By path: importing the package would load the library that is about to be built, after building another one.
+# It is loaded by path, because importing the package would load its library, which another build then
+# replaces.
 cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "cuda_build.py")))
 
 MACHINE = ROOT / "simulators" / "ptx_machine"
 NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"
-#: What programs are compiled for: devices of later generations run the same PTX.
+#: Programs are compiled for these; devices of later generations run the same PTX.
 ARCHITECTURES = ("7.5", "8.0")
-#: For 9.0 alone: the package, and programs whose names begin with "hopper", are compiled for this and 8.0.
+#: The package, and programs whose names begin with "hopper", are compiled for this, which only 9.0 runs, and
+#: 8.0.
 HOPPER = "9.0a"
 
-#: Sums must be those of the program text; what looks at the host's errno and traps costs time in every loop.
+#: Sums must be those of the program text. The host's errno and traps are of no use, and checking them costs
+#: time in every loop.
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -45,10 +48,10 @@ FLAGS = [
 
 
 def nvcc() -> Any:
-    """The nvcc of this machine, as cuda_build has it.
+    """The nvcc of this machine, as cuda_build finds it.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no nvcc.
     """
     found = cuda_build.find_nvcc()
     if found is None:
@@ -57,8 +60,9 @@ def nvcc() -> Any:
 
 
 def host_level() -> str:
-    """The compiler's flag for this processor: loops over the lanes of a warp become its vector instructions.
-    By level rather than "native", so that objects made on another machine are made again.
+    """The compiler's flag for this processor, so that loops over the lanes of a warp become vector
+    instructions. It names a level rather than "native", so that objects made on another machine are made
+    again.
     """
     wanted = {"x86-64-v4": "avx512vl", "x86-64-v3": "avx2", "x86-64-v2": "sse4_2"}
     with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -67,17 +71,17 @@ def host_level() -> str:
 
 
 def folder() -> Path:
-    """Where the machine lies, which every torch shares."""
+    """The folder of the machine, which every torch shares."""
     return ROOT / "build" / "ptx_machine"
 
 
 def of_torch() -> str:
-    """The folder in it for what this torch alone can use."""
+    """The folder in it for files that only this torch can use."""
     return f"torch{emulator.tools().torch_version}"
 
 
 def library_of(home: Path, name: str) -> Path:
-    """A library of the CUDA toolkit."""
+    """The path of a library of the CUDA toolkit."""
     for place in (home / "lib64", home / "lib"):
         if (place / name).exists():
             return place / name
@@ -85,7 +89,7 @@ def library_of(home: Path, name: str) -> Path:
 
 
 def program_flags(headers: Path, architectures: tuple[str, ...] = ARCHITECTURES) -> list[str]:
-    """What nvcc_to_ptx makes a program of, which includes the package's headers from that folder."""
+    """The flags with which nvcc_to_ptx compiles a program that includes the package's headers from `csrc`."""
     library = library_of(Path(nvcc().home), "libcudart.so")
     numbers = [architecture.replace(".", "") for architecture in architectures]
     return [
@@ -101,17 +105,17 @@ def program_flags(headers: Path, architectures: tuple[str, ...] = ARCHITECTURES)
 
 
 def architectures_of(program: Path) -> tuple[str, ...]:
-    """What a program is compiled for."""
+    """The architectures that a program is compiled for."""
     return (ARCHITECTURES[-1], HOPPER) if program.stem.startswith("hopper") else ARCHITECTURES
 
 
 def machine_flags() -> list[str]:
-    """What the machine's own sources are compiled with."""
+    """The flags that the machine's own sources are compiled with."""
     return [*FLAGS, host_level(), f"-I{MACHINE}", f"-isystem{nvcc().home}/include"]
 
 
 def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
-    """The machine, programs for it, and its half for torch."""
+    """The rules for the machine, programs for it, and its half for torch."""
     compiler = nvcc()
     home = Path(compiler.home)
     runtime = library_of(home, "libcudart.so")
@@ -161,18 +165,18 @@ def build(target: str) -> Path:
         target: machine.so; driver/libcuda.so.1; operators.so in of_torch(); or the name of a program.
 
     Raises:
-        RuntimeError: there is no nvcc, or something does not compile; the message holds what compilers said.
+        RuntimeError: there is no nvcc, or compiling fails; the message holds the compilers' output.
     """
     found = emulator.tools()
     return emulator.run_ninja(found, folder(), f"{of_torch()}.ninja", write_ninja(found), target, None)
 
 
 def build_package() -> Path:
-    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path. It is for 8.0
-    and 9.0a; for 7.5, and in a folder of its own, if SELFATTN_PTX_CAPABILITY says so.
+    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path. The library is
+    for 8.0 and 9.0a; if SELFATTN_PTX_CAPABILITY says so, it is for 7.5, in a folder of its own.
 
     Raises:
-        RuntimeError: something does not compile; the compilers have said what.
+        RuntimeError: something does not compile; the compilers have printed what.
     """
     capability = int(os.environ.get("SELFATTN_PTX_CAPABILITY", 90))
     runs = [it for it in ARCHITECTURES if int(it.replace(".", "")) <= capability]
@@ -195,8 +199,8 @@ def build_package() -> Path:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a program that runs on the machine, or on that of PTX_MACHINE (mutate.py); the
-    package's other variables are left out.
+    """The environment of a program that runs on the machine, or on the machine that PTX_MACHINE names
+    (mutate.py). The package's other variables are left out.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")}
     machine = os.environ.get("PTX_MACHINE") or str(build("machine.so"))
@@ -204,7 +208,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(program: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """Runs a program on the machine; options are the machine's variables."""
+    """Runs a program on the machine, with `options` as the machine's variables."""
     variables = {f"SELFATTN_PTX_{name.upper()}": str(value) for name, value in options.items()}
     return subprocess.run(
         [program, *arguments],
@@ -226,7 +230,7 @@ def environment_for_torch(library: Path, **variables: str) -> dict[str, str]:
             filter(None, [str(driver), os.environ.get("LD_LIBRARY_PATH", "")])
         ),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        # Each tensor is an allocation of its own then, so that the first access beside it is seen.
+        # Each tensor is an allocation of its own then, so that the first access outside of it is noticed.
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "SELFATTN_LIBRARY": str(library),
         "SELFATTN_REQUIRE_CUDA": "1",

@@ -16,15 +16,15 @@ namespace {
 
 constexpr u64 kMargin = 512;
 constexpr u8 kUnwritten = 0xff;  // NaN in every floating-point type
-constexpr u8 kFreed = 0xfe;      // NaN, too
-// Memory larger than this is left as the system gives it and takes it: writing it would take seconds.
+constexpr u8 kFreed = 0xfe;      // also NaN
+// Memory larger than this is not filled, because writing it would take seconds.
 constexpr u64 kMostToFill = 1u << 30;
-constexpr size_t kRemembered = 1000;  // allocations that are gone, for reports
+constexpr size_t kRemembered = 1000;  // how many freed allocations are kept for reports
 
 struct Allocation {
   u64 bytes;
   MemoryKind kind;
-  u8* block;  // to free; null for memory of the host
+  u8* block;  // what is to be freed; null for memory of the host
 };
 
 struct Memory {
@@ -33,7 +33,7 @@ struct Memory {
   MemoryUse use{static_cast<u64>(options().gigabytes * 1e9), 0, 0};
 };
 
-// Never destroyed: the process frees memory until its very end.
+// It is never destroyed, because the process frees memory until its very end.
 Memory& memory() {
   static auto* const memory = new Memory;
   return *memory;
@@ -113,7 +113,7 @@ std::string describe_memory(u64 address) {
   const auto after = allocations.upper_bound(address);
   if (after != allocations.begin()) {
     const auto before = std::prev(after);
-    std::snprintf(text, sizeof text, ", %llu bytes behind the begin of %llu bytes at 0x%llx",
+    std::snprintf(text, sizeof text, ", %llu bytes after the beginning of %llu bytes at 0x%llx",
                   static_cast<unsigned long long>(address - before->first),
                   static_cast<unsigned long long>(before->second.bytes),
                   static_cast<unsigned long long>(before->first));

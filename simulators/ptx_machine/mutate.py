@@ -1,12 +1,13 @@
-"""Breaks what only the PTX machine sees, one thing after the other, and says whether it is noticed.
+"""Breaks one thing at a time that only the PTX machine sees, and says whether a test notices.
 
     PYTHONPATH=simulators:tests/support python -m ptx_machine.mutate [WORDS OF A NAME...]
 
-The texts, operands and constraints of inline PTX, asked by the probe of wrappers and compared with the
-emulator's models; and the launch, on kernels of wrong_kernels.cu that are right. A result that differs, or a
-report of the machine, kills a mutant. nvcc compiles a program for each, which takes some seconds.
+Some mutants change texts, operands and constraints of inline PTX; the probe of wrappers asks them, and the
+answers are compared with the emulator's models. Others change the launch, on kernels of wrong_kernels.cu that
+are right. A result that differs, or a report of the machine, kills a mutant. nvcc compiles a program for
+each, which takes some seconds.
 
-And the machine itself, what it makes of Hopper's instructions: a machine with the mutant runs
+More mutants change how the machine itself executes Hopper's instructions: such a machine runs
 tests/cuda/test_ptx_hopper.py until a test fails.
 """
 
@@ -45,7 +46,7 @@ _BF16, _F16 = "bf16.bf16.f32 {%0, %1, %2, %3}, ", "f16.f16.f32 {%0, %1, %2, %3},
 _OPERANDS = "{%4, %5, %6, %7}, {%8, %9}, "
 _X4 = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 "
 _X4_TRANS = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
-_LAUNCH = "  kernel<<<grid, block, shared_bytes, stream>>>"  # not the comment above it
+_LAUNCH = "  kernel<<<grid, block, shared_bytes, stream>>>"  # the comment above it does not match
 
 MUTANTS = (
     Mutant(
@@ -229,7 +230,7 @@ MACHINE_MUTANTS = (
         "product: its registers may be touched", _PRODUCTS, "if (uses_[registers[n]] != 0)", "if (false)"
     ),
     MachineMutant(
-        "product: registers are touched behind the fence",
+        "product: registers are touched after the fence",
         _PRODUCTS,
         "if (touched_[used] != fences_ + 1) continue;",
         "continue;",
@@ -268,7 +269,7 @@ def changed(text: str, mutant: Mutant | MachineMutant) -> str:
 
 
 def compiled(mutant: Mutant, program: str, folder: Path) -> Path:
-    """A program of simulators/cuda_emulator, with the mutant's header before the package's."""
+    """Compiles a program of simulators/cuda_emulator with the mutant's header before the package's."""
     common = folder / "cuda" / "common"
     shutil.copytree(emulator.CSRC / "cuda" / "common", common)
     header = common / mutant.header
@@ -282,7 +283,7 @@ def compiled(mutant: Mutant, program: str, folder: Path) -> Path:
 
 
 def answers_wrongly(mutant: Mutant, program: Path) -> str:
-    """What gives the mutant away, or nothing."""
+    """How a wrapper gives the mutant away, or ""."""
     models = emulator.build("probe")
     count, results = probe.wrappers(models)[mutant.wrapper]
     operands = probe.operands_of(mutant.wrapper, count)
@@ -298,7 +299,7 @@ def answers_wrongly(mutant: Mutant, program: Path) -> str:
 
 
 def runs_wrongly(mutant: Mutant, program: Path) -> str:
-    """The same for a kernel that is right."""
+    """How a kernel that is right without the mutant gives it away, or ""."""
     assert mutant.kernel is not None
     kernel, size = mutant.kernel
     outputs = [
@@ -313,7 +314,7 @@ def runs_wrongly(mutant: Mutant, program: Path) -> str:
 
 
 def machine_with(mutant: MachineMutant, folder: Path) -> Path:
-    """The machine, linked anew with one object of its own."""
+    """Links the machine anew, with one object of its own."""
     source, machine = folder / Path(mutant.source).name, folder / "machine.so"
     text = (build.MACHINE / mutant.source).read_text(encoding="utf-8")
     source.write_text(changed(text, mutant), encoding="utf-8")
@@ -329,7 +330,7 @@ def machine_with(mutant: MachineMutant, folder: Path) -> Path:
 
 
 def failing_test(machine: Path) -> str:
-    """The first test of Hopper's instructions that fails on it, or nothing."""
+    """The first test of Hopper's instructions that fails on the machine, or ""."""
     tests = build.ROOT / "tests" / "cuda" / "test_ptx_hopper.py"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", str(tests)]
     variables = {**os.environ, "PTX_MACHINE": str(machine)}

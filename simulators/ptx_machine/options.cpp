@@ -73,7 +73,7 @@ const Options& options() {
 }
 
 u32 shared_memory_limit(int capability) {
-  // CUDA C++ Programming Guide, technical specifications per compute capability.
+  // The numbers are from the CUDA C++ Programming Guide, technical specifications per compute capability.
   switch (capability) {
     case 75:
       return 64 * 1024;

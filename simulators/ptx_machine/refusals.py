@@ -1,4 +1,4 @@
-"""Writes a refusal for every function of CUDA's runtime that the stand-in lacks, which names it.
+"""Writes a refusal for every function of CUDA's runtime that the machine lacks. A refusal names its function.
 
 python refusals.py LIBCUDART OUTPUT SOURCE...
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 DEFINED = re.compile(r"^PTX_MACHINE_EXPORT [\w:* ]*?\b(\w+)\(", re.M)
 
-HEAD = """// Written by refusals.py. By other names for the compiler, which knows their signatures.
+HEAD = """// Written by refusals.py. The compiler sees other names, because it knows their signatures.
 extern "C" int ptx_machine_refuse(const char* name);
 """
 REFUSAL = """extern "C" __attribute__((visibility("default"))) int refused_{name}() __asm__("{name}");

@@ -1,4 +1,4 @@
-"""Runs the tests of the CUDA half, as on a GPU, on the PTX machine; compiles what that takes.
+"""Runs the tests of the CUDA half on the PTX machine, as on a GPU, and compiles what they need.
 
     python simulators/ptx_machine/run.py [--quick] [--steps NAME...] [ARGUMENTS OF PYTEST...]
 
@@ -28,17 +28,17 @@ TESTS = build.ROOT / "tests"
 
 @dataclass(frozen=True)
 class Step:
-    """Test modules, and what their process finds in its environment."""
+    """Test modules, and the variables in the environment of their process."""
 
     modules: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
 
-#: With tensors on "cuda" whatever device the test was written for.
+#: Tests run with tensors on "cuda", whatever device they were written for.
 ON_CUDA = {"SELFATTN_TEST_DEVICE": "cuda"}
 
-#: Modules of tests/support/gpu.py whose tests take minutes each on the machine, or whole networks.
+#: Modules of tests/support/gpu.py whose tests take minutes each on the machine, or run whole networks.
 LONG = ("test_demo.py", "test_examples.py", "test_notebook.py", "test_source_notebooks.py")
 
 #: torch's own compiler makes machine code of torch's operators, by way of Triton: only a GPU runs that.
@@ -56,22 +56,22 @@ OF_CUDA = (
     "test_aten_cuda.py",
 )
 
-#: What counts memory needs torch's own allocator, and none of the results.
+#: Tests that count memory need torch's own allocator, and need no results.
 MEMORY = Step(
     ("test_cuda_training.py", "test_cuda_sizes.py"),
     ("-k", "memory"),
     {"PYTORCH_NO_CUDA_MEMORY_CACHING": "", "SELFATTN_PTX_EXECUTE": "0"},
 )
 
-#: What is refused for want of memory is refused by torch's own allocator. One test has torch ask for 8 GiB.
+#: torch's own allocator refuses what needs too much memory. One test has torch ask for 8 GiB.
 ERRORS = Step(
     ("test_errors.py",),
     ("--deselect", "tests/attention/test_errors.py::test_sizes_of_weights_whose_product_overflows"),
     {**ON_CUDA, "PYTORCH_NO_CUDA_MEMORY_CACHING": ""},
 )
 
-#: A kernel that runs again has the same races; tests of refusals and of choices have no kernel of their own.
-#: Wrong lengths let sequences overlap, so that blocks write the same rows: harmless, and a race.
+#: A kernel that runs again has the same races; tests of refusals and of choices run no other kernels. Wrong
+#: lengths let sequences overlap, so that blocks write the same rows: this is harmless, but a race.
 OF_NO_RACES = (
     "-k",
     "not bits and not seed and not explained and not forced and not refusals and not return "
@@ -132,7 +132,9 @@ def paths(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def run(name: str, step: Step, library: Path, arguments: list[str]) -> bool:
-    """Whether the step's tests passed; prints what pytest prints. Tests of refusals make reports, too."""
+    """Runs a step, prints what pytest prints, and returns whether its tests passed. Tests of refusals make
+    reports, too.
+    """
     log = build.folder() / f"reports-{name}.txt"
     log.unlink(missing_ok=True)
     given = {
@@ -141,7 +143,7 @@ def run(name: str, step: Step, library: Path, arguments: list[str]) -> bool:
     variables = {**given, **step.variables, "SELFATTN_PTX_LOG": str(log)}
     environment = build.environment_for_torch(library, **variables)
     if not environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]:
-        del environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]  # it counts as set
+        del environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]  # an empty value would count as set
     if importlib.util.find_spec("xdist") is not None:
         environment.setdefault("OMP_NUM_THREADS", "1")
         arguments = ["--numprocesses", "logical", "--maxprocesses", "8", "--dist", "loadgroup", *arguments]

@@ -14,12 +14,12 @@ struct TensorMap {
 
   u64 mark = 0;
   u64 address = 0;
-  u64 strides[kMostDimensions] = {};           // in bytes; the first is that of an element
-  u32 most_coordinates[kMostDimensions] = {};  // sizes of the tensor, less one: they reach 2^32
+  u64 strides[kMostDimensions] = {};           // bytes; the first is the size of an element
+  u32 most_coordinates[kMostDimensions] = {};  // sizes of the tensor, less one, because they reach 2^32
   u16 box[kMostDimensions] = {};
   u8 dimensions = 0;
-  bool swizzled = false;  // by 128 bytes
-  u64 sum = 0;            // of what is above, so that other bytes are seen not to be a map
+  bool swizzled = false;  // whether the 128-byte swizzle is used
+  u64 sum = 0;            // of the fields above, to recognise bytes that are no map
 
   u64 size(int dimension) const { return u64{most_coordinates[dimension]} + 1; }
   u32 element_bytes() const { return static_cast<u32>(strides[0]); }
@@ -40,8 +40,8 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= TensorMap::kBytes);
 
-// The 128-byte swizzle, of an address in shared memory: chunks of 16 bytes change places within 128 bytes, by
-// the number of those 128 bytes within 1024.
+// Applies the 128-byte swizzle to an address in shared memory: chunks of 16 bytes change places within 128
+// bytes, by the number of those 128 bytes within 1024.
 inline u32 swizzled_by_128(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 }  // namespace ptx_machine

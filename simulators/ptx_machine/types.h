@@ -18,12 +18,12 @@ using s64 = int64_t;
 constexpr int kLanes = 32;
 constexpr u32 kWholeWarp = 0xffffffffu;
 
-// Whether a mask of lanes has this one.
+// Returns whether a mask of lanes contains this one.
 inline bool on(u32 mask, int lane) { return (mask >> lane & 1) != 0; }
 inline int first_lane(u32 mask) { return __builtin_ctz(mask); }
 inline int count_lanes(u32 mask) { return __builtin_popcount(mask); }
 
-// The number that has these bits; the smaller of both types has its bits in the low ones of the larger.
+// Returns the number that has these bits; a smaller type's bits are the low bits of a larger type.
 template <class To, class From>
 To bits_as(From from) {
   To to{};

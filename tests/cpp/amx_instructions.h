@@ -1,5 +1,5 @@
-// AMX instructions as inline assembly: they assemble without compiler flags, and gcc's own intrinsics leave
-// out that memory is read. Tile numbers are macro arguments because they are part of the instruction's text.
+// AMX instructions as inline assembly. They assemble without compiler flags, and gcc's own intrinsics do not
+// say that memory is read. Tile numbers are macro arguments because they are part of the instruction's text.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace selfattn::test {
 
-// What LDTILECFG reads.
+// The configuration that LDTILECFG reads.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -49,11 +49,11 @@ inline void tilerelease() { __asm__ volatile("tilerelease" ::: "memory"); }
 #define TILESTORED(tile, base, stride)                                                                     \
   __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), "r"(static_cast<ptrdiff_t>(stride)) \
                    : "memory")
-// In Intel's order: the result, the rows, the columns.
+// Operands are in Intel's order: the result, the rows, the columns.
 #define TDPBF16PS(tile, rows, columns) \
   __asm__ volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #tile::: "memory")
 
-// Whether the processor itself executes AMX here; then no instruction reaches the emulator.
+// Returns whether the processor itself executes AMX here; then no instruction reaches the emulator.
 inline bool native_amx() {
   static const bool native = [] {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -62,7 +62,7 @@ inline bool native_amx() {
   return native;
 }
 
-// Asked before main: without permission the processor would execute some of the instructions only.
+// This is asked before main: without permission the processor would execute only some of the instructions.
 inline const bool kNativeAmx = native_amx();
 
 }  // namespace selfattn::test

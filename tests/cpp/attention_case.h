@@ -1,5 +1,4 @@
-// Calls of a kernel on plain memory: random inputs for any combination of options, and the results as
-// numbers.
+// Calls of a kernel on plain memory: random inputs for any options, and the results as numbers.
 #pragma once
 
 #include <cmath>
@@ -14,7 +13,7 @@ namespace selfattn::test {
 
 constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-// The kernels that this machine can run, and what they become where they are forced.
+// Returns the kernels that this machine can run, and those that replace them when they are forced.
 inline std::vector<const cpu::Kernel*> available_kernels() {
   int count = 0;
   const cpu::Kernel* const* all = cpu::all_kernels(&count);
@@ -27,7 +26,7 @@ inline std::vector<const cpu::Kernel*> available_kernels() {
   return list;
 }
 
-// Those of them that take packed sequences and caches.
+// Returns those of them that take packed sequences and caches.
 inline std::vector<const cpu::Kernel*> sequence_kernels() {
   std::vector<const cpu::Kernel*> list;
   for (const cpu::Kernel* kernel : available_kernels()) {
@@ -36,7 +35,7 @@ inline std::vector<const cpu::Kernel*> sequence_kernels() {
   return list;
 }
 
-// Those of them with forward mode and second derivatives, the portable one last.
+// Returns those of them with forward mode and second derivatives, the portable one last.
 inline std::vector<const cpu::Kernel*> tangent_kernels() {
   std::vector<const cpu::Kernel*> list;
   for (const cpu::Kernel* kernel : available_kernels()) {
@@ -45,7 +44,7 @@ inline std::vector<const cpu::Kernel*> tangent_kernels() {
   return list;
 }
 
-// A tensor of its own allocation, of exactly its size, with a margin around it that must stay untouched.
+// A tensor with an allocation of exactly its size, between margins that must stay untouched.
 class Buffer {
  public:
   Buffer(DType dtype, const std::vector<int64_t>& size) : dtype_(dtype), size_(size) {
@@ -71,23 +70,23 @@ class Buffer {
   int64_t count() const { return count_; }
   const std::vector<int64_t>& size() const { return size_; }
 
-  // Element n counted in the order of the dimensions, whatever the memory order.
+  // Returns element n, counted in the order of the dimensions, whatever the memory order.
   double get(int64_t n) const { return load_element<double>(data(), dtype_, offset(n)); }
   void set(int64_t n, double value) { store_element<double>(data(), dtype_, offset(n), value); }
-  // A buffer of the same layout with one number everywhere. NaN shows what a kernel leaves unwritten.
+  // Returns a buffer of the same layout with one number everywhere. NaN shows what a kernel leaves unwritten.
   Buffer filled(double value) const {
     Buffer buffer = *this;
     for (int64_t n = 0; n < count_; ++n) buffer.set(n, value);
     return buffer;
   }
-  // Of two buffers of one layout.
+  // Returns whether two buffers of the same layout have the same bits.
   bool has_bits_of(const Buffer& other) const {
     return count_ == other.count_ &&
            std::memcmp(data(), other.data(), static_cast<size_t>(count_ * size_of(dtype_))) == 0;
   }
 
   View view() { return View{data(), dtype_, {stride_[0], stride_[1], stride_[2], stride_[3]}}; }
-  // Stride 0 along dimensions of size 1.
+  // Returns a view with stride 0 along dimensions of size 1.
   View broadcast_view() {
     View v = view();
     for (int d = 0; d < 4; ++d) {
@@ -105,7 +104,7 @@ class Buffer {
 
  private:
 #if defined(__SANITIZE_ADDRESS__)
-  static constexpr size_t kMargin = 0;  // so that the sanitizer sees reads beyond the tensor as well
+  static constexpr size_t kMargin = 0;  // so that the sanitizer sees reads beyond the tensor, too
 #else
   static constexpr size_t kMargin = 64;
 #endif
@@ -161,7 +160,7 @@ struct Shape {
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 2862933555777941757u + 3037000493u) {}
-  // Uniform in [-1, 1).
+  // Returns numbers that are uniform in [-1, 1).
   double next() {
     state_ = state_ * 6364136223846793005u + 1442695040888963407u;
     return static_cast<double>(state_ >> 11) / static_cast<double>(uint64_t{1} << 52) - 1.0;
@@ -181,7 +180,7 @@ struct AttentionCase {
   Options options;
   Buffer query, key, value, mask, slopes, sinks, grad_out, grad_weights, grad_row;
   int64_t seed = 1234567890123456789;
-  ScoreFunction function;  // of which in_float64() has none
+  ScoreFunction function;  // in_float64() drops it
 
   AttentionCase(DType type, const Shape& s, const Options& o, bool heads_inside = false)
       : dtype(type),
@@ -215,7 +214,7 @@ struct AttentionCase {
     return type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   }
 
-  // The same numbers in float64.
+  // Returns the same case with its numbers in float64.
   AttentionCase in_float64() const {
     AttentionCase wide(DType::kFloat64, shape, options);
     const Buffer* from[] = {&query, &key,      &value,        &mask,    &slopes,
@@ -256,7 +255,7 @@ struct AttentionCase {
   }
 };
 
-// What kernels ask for beside their arguments; nothing where that is no bytes.
+// Memory that kernels ask for besides their arguments; there is none if they ask for no bytes.
 class Workspace {
  public:
   explicit Workspace(size_t bytes) : memory_(bytes > 0 ? ::operator new(bytes, kAlignment) : nullptr) {}
@@ -319,7 +318,7 @@ struct AttentionResults {
     kernel.backward(p, a, pool);
   }
 
-  // Those that the options ask for, with their names.
+  // Returns those that the options ask for, with their names.
   std::vector<std::pair<const char*, const Buffer*>> all(const Options& options) const {
     std::vector<std::pair<const char*, const Buffer*>> list = {{"out", &out},
                                                                {"row_max", &row_max},

@@ -28,7 +28,7 @@ inline bool add(const char* name, void (*body)()) {
   return true;
 }
 
-// Many checks run in loops over thousands of values: the first few failures tell enough.
+// Many checks run in loops over thousands of values, so only the first few failures are printed.
 inline void fail(const char* file, int line, const std::string& text) {
   constexpr int kShown = 20;
   if (++failures() <= kShown) std::printf("%s:%d: %s\n", file, line, text.c_str());
@@ -56,7 +56,7 @@ inline int run_all() {
     if (!(condition)) selfattn::test::fail(__FILE__, __LINE__, "CHECK(" #condition ")"); \
   } while (false)
 
-// Like CHECK, and says for which values.
+// Checks the condition like CHECK, and also prints for which values it failed.
 #define CHECK_FOR(condition, what)                                                                     \
   do {                                                                                                 \
     if (!(condition)) selfattn::test::fail(__FILE__, __LINE__, "CHECK(" #condition ") for " + (what)); \

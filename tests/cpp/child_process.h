@@ -1,4 +1,4 @@
-// Code that is expected to end its process.
+// Runs code that is expected to end its process.
 #pragma once
 
 #include <sys/types.h>
@@ -10,7 +10,7 @@
 
 namespace selfattn::test {
 
-// Runs `body` in a child, whose stderr is returned with how it ended: "signal 6: amx_emulator: ...".
+// Runs `body` in a child. Returns how the child ended and its stderr: "signal 6: amx_emulator: ...".
 inline std::string in_a_child(void (*body)()) {
   int ends[2];
   if (pipe(ends) != 0) return "no pipe";

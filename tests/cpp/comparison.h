@@ -1,5 +1,4 @@
-// What tests of kernels on plain memory share: sets of options, names of cases, and how near numbers have to
-// be.
+// What tests of kernels on plain memory share: sets of options, names of cases, tolerances.
 #pragma once
 
 #include <cmath>
@@ -64,8 +63,8 @@ inline double largest(const Buffer& buffer) {
   return found;
 }
 
-// `sums`: of terms that are far larger than what remains of them, and so is their rounding: the largest of
-// all sums stands for the size of the terms.
+// With `sums`, the numbers are sums whose terms nearly cancel, so rounding is relative to the size of the
+// terms: the largest of all sums stands for it.
 inline void compare(const Buffer& got, const Buffer& expected, double limit, const std::string& what,
                     bool sums = false) {
   CHECK_FOR(got.margins_untouched(), what);
@@ -79,8 +78,8 @@ inline void compare(const Buffer& got, const Buffer& expected, double limit, con
   }
 }
 
-// A kernel may leave another number than a row's maximum, up to 8 below it, if its sum is that of the same
-// number: together they are the logarithm of the sum of exponentials.
+// A kernel may return a number up to 8 below a row's maximum instead of it, if its sum is relative to the
+// same number: together they give the logarithm of the sum of exponentials.
 template <class Results>
 void compare_statistics(const Results& got, const Results& expected, double limit, const std::string& what) {
   CHECK_FOR(got.row_max.margins_untouched() && got.row_sum.margins_untouched(), what);

@@ -8,10 +8,10 @@ namespace selfattn::test {
 
 using Lengths = std::vector<std::pair<int64_t, int64_t>>;  // queries and keys of each sequence
 
-// Around the edges of tiles, blocks and chunks; few queries beside many; nothing.
+// Lengths around the edges of tiles, blocks and chunks; few queries with many keys; none.
 const Lengths kLengths = {{1, 5}, {0, 9}, {49, 65}, {5, 0}, {64, 64}, {4, 130}, {17, 13}, {67, 530}, {2, 3}};
 
-// Which dimensions of the mask all sequences have one size of: the others are broadcast.
+// Dimensions in which the mask has a size of its own; in the others it is broadcast.
 struct MaskShape {
   bool batch, heads, rows, keys;
 };
@@ -21,7 +21,7 @@ struct Packed {
   Lengths lengths;
   int64_t heads, kv_heads, head_dim, value_dim;
   std::vector<int64_t> query_starts = {0}, key_starts = {0}, offsets;
-  int64_t queries = 0, keys = 0;  // of the longest
+  int64_t queries = 0, keys = 0;  // of the longest sequence
   Buffer query, key, value, grad_out, mask, sinks, slopes;
   bool causal;
 
@@ -104,7 +104,7 @@ struct Packed {
     for (Buffer* buffer : {&query, &key, &value, &grad_out}) buffer->put_heads_inside();
     Random random(23);
     for (Buffer* buffer : {&query, &key, &value, &grad_out, &mask, &sinks, &slopes}) random.fill(*buffer);
-    // Whole blocks that nobody sees, and single keys.
+    // Whole blocks that no query sees, and single keys.
     for (int64_t n = 0; m.keys && n < mask.count(); ++n) {
       const int64_t j = n % t.most_keys;
       if (j % 11 == 3 || (j >= 128 && j < 200)) mask.set(n, -INFINITY);
@@ -112,7 +112,7 @@ struct Packed {
   }
 };
 
-// Sums of numbers up to 1: of at most `terms`, in another order.
+// Compares sums of at most `terms` numbers up to 1, which were added in another order.
 inline bool same_sums(const Buffer& a, const Buffer& b, double terms) {
   const double unit = a.dtype() == DType::kFloat64 ? 1e-15 : (size_of(a.dtype()) == 4 ? 1e-7 : 8e-3);
   for (int64_t n = 0; n < a.count(); ++n) {

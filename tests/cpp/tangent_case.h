@@ -1,5 +1,5 @@
-// Calls of a kernel in a direction, on plain memory: its forward mode and its second derivatives, and the
-// differences of the loops that judge them.
+// Derivatives of a kernel in a direction, on plain memory: forward mode and second derivatives. The
+// differences of the loops judge them.
 #pragma once
 
 #include "attention_case.h"
@@ -11,7 +11,7 @@ namespace selfattn::test {
 // An AttentionCase with a tangent for each input. Tangents of what the mask hides are NaN.
 struct TangentCase : AttentionCase {
   Buffer tangent_query, tangent_key, tangent_value, tangent_mask, tangent_slopes, tangent_sinks;
-  unsigned given;  // bit n: whether there is the n-th of them
+  unsigned given;  // bit n says whether the n-th tangent is given
 
   TangentCase(DType type, const Shape& s, const Options& o, unsigned which, bool heads_inside = false)
       : AttentionCase(type, s, o, heads_inside),
@@ -67,7 +67,7 @@ struct TangentCase : AttentionCase {
 struct TangentResults {
   Buffer out, out_residual, row_max, row_sum, tangent_out, tangent_lse;
   Buffer grad_query, grad_key, grad_value, grad_mask, grad_slopes_rows, grad_sinks_rows;
-  Buffer tangent_out_again, tangent_lse_again;  // of the second derivatives
+  Buffer tangent_out_again, tangent_lse_again;  // from the second derivatives
 
   explicit TangentResults(const TangentCase& c)
       : out(c.grad_out.filled(NAN)),
@@ -117,7 +117,7 @@ struct TangentResults {
     kernel.backward_backward(p, second, pool);
   }
 
-  // Those that the options ask for but the row statistics, with their names.
+  // Returns those that the options ask for, without the row statistics, with their names.
   std::vector<std::pair<const char*, const Buffer*>> all(const Options& options) const {
     std::vector<std::pair<const char*, const Buffer*>> list = {{"out", &out},
                                                                {"tangent_out", &tangent_out},
@@ -134,12 +134,12 @@ struct TangentResults {
   }
 };
 
-// How near the differences of by_differences are to the derivatives.
+// The largest error of the differences of by_differences.
 constexpr double kDifferenceLimit = 1e-7;
 
-// The same of a case in float64 by the loops, which have neither: forward mode is the difference of their
-// forward along the tangents, and second derivatives that of their backward, by the symmetry of second
-// derivatives (Note [Second derivatives] in core/tangents.h).
+// Computes the same results in float64 by the loops, which have neither of these: forward mode is the
+// difference of their forward along the tangents, and second derivatives are that of their backward, by the
+// symmetry of second derivatives (Note [Second derivatives] in core/tangents.h).
 inline TangentResults by_differences(TangentCase& c, const cpu::ThreadPool& pool) {
   constexpr double kStep = 1e-5;
   const auto moved = [&c](double step) {

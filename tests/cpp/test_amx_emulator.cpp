@@ -1,5 +1,5 @@
-// Every AMX instruction through the emulator in simulators/amx: addresses, shapes, configuration, faults,
-// threads. The arithmetic is in test_amx_product.cpp.
+// Every AMX instruction through the emulator in simulators/amx. The tests cover addresses, shapes,
+// configuration, faults and threads. The arithmetic is in test_amx_product.cpp.
 #include "amx_instructions.h"
 #include "check.h"
 
@@ -24,7 +24,7 @@ namespace {
 constexpr int kBytes = 1 << 16;
 constexpr uint8_t kUntouched = 0xa5;
 
-// Memory whose bytes tell where they are.
+// Memory whose bytes show their position.
 struct Pattern {
   std::vector<uint8_t> bytes = std::vector<uint8_t>(kBytes);
   Pattern() {
@@ -38,7 +38,7 @@ struct Stored {
   Stored() { std::memset(rows, kUntouched, sizeof(rows)); }
 };
 
-// Tile 1 holds what lies at `base` in steps of `stride`, and nothing beyond its shape.
+// Returns whether tile 1 holds the bytes at `base` in steps of `stride`, and nothing beyond its shape.
 bool tile1_holds(const uint8_t* base, ptrdiff_t stride, int rows, int row_bytes) {
   Stored stored;
   TILESTORED(1, stored.rows, 64);
@@ -73,7 +73,7 @@ void rbp_base(const uint8_t* p, ptrdiff_t s) {
       "c"(s)
       : "memory", "rbx");
 }
-// The signal's frame is written below rsp, so in the lower half of the pattern's memory.
+// The signal's frame is written below rsp, that is in the lower half of the pattern's memory.
 void rsp_base(const uint8_t* p, ptrdiff_t s) {
   __asm__ volatile(
       "mov %%rsp, %%rbx\n\t"
@@ -238,7 +238,7 @@ TEST(configuration_is_kept_and_released) {
   sttilecfg(seen);
   CHECK(std::memcmp(&seen, &amx_test_config, 64) == 0);
 
-  // Not a tile's address: the index is added.
+  // This is not an address of a tile: the index is added.
   TileConfig configs[3];
   configs[2] = TileConfig().tile(0, 1, 8);
   __asm__ volatile("ldtilecfg 64(%0,%1,8)" ::"r"(configs), "r"(static_cast<ptrdiff_t>(8)) : "memory");
@@ -292,7 +292,7 @@ const std::string kAborted = "signal " + std::to_string(SIGABRT) + ": amx_emulat
 void expect_abort(void (*body)(), const char* instruction, const char* reason) {
   const std::string text = in_a_child(body);
   if (native_amx()) {
-    // The processor faults as well, and says no more than that.
+    // The processor faults as well, without further explanation.
     CHECK_FOR(text.compare(0, 7, "signal ") == 0, std::string(reason) + ", got " + text);
     return;
   }
@@ -373,10 +373,10 @@ TEST(faults_of_products) {
         __asm__ volatile(".byte 0xc4, 0xe2, 0x7a, 0x5c, 0xc1");  // tmm0, tmm1, tmm0
       },
       "tdpbf16ps", "must differ");
-  // TDPBSSD, of AMX-INT8.
+  // These are the bytes of TDPBSSD, from AMX-INT8.
   expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x63, 0x5e, 0xca"); }, "",
                "AMX-INT8 is not emulated");
-  // TILELOADD (%rax) without SIB byte.
+  // These are the bytes of TILELOADD (%rax) without a SIB byte.
   expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, 0x08"); }, "", "need a SIB byte");
 }
 

@@ -26,7 +26,7 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kSmallest = std::numeric_limits<float>::min();  // normal
+constexpr float kSmallest = std::numeric_limits<float>::min();  // the smallest normal number
 
 float from_bits(uint32_t bits) {
   float value;
@@ -58,7 +58,8 @@ long double input(float value) {
   return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
 }
 
-// Rounds once, to float with unlimited exponents, and makes what is then too small for a normal float a zero.
+// Rounds once, to float with unlimited exponents, and then turns numbers too small for a normal float into
+// zero.
 float rounded(long double value) {
   if (std::fabs(value) < std::ldexp(1.0L, -100)) {
     const float scaled = static_cast<float>(std::ldexp(value, 100));
@@ -117,7 +118,7 @@ bool agrees(const Tiles& given, int rows, int pairs, int columns) {
   return equal(expected, got);
 }
 
-// One product and one sum: c + a·b, with c + (a·b + 0) as its rounding.
+// Computes one product and one sum: c + a·b, rounded as c + (a·b + 0).
 float one(float a, float b, float c) {
   Tiles t;
   t.a[0][0] = bf16(a);
@@ -132,7 +133,7 @@ class Random {
   explicit Random(uint64_t seed) : seed_(seed) {}
   uint32_t bits() { return philox(seed_, 0, 0, 0, next_++).word[0]; }
   int below(int limit) { return static_cast<int>(bits() % static_cast<uint32_t>(limit)); }
-  // Any pattern of bits, or one whose exponent is within `spread` of 1's.
+  // Returns any pattern of bits, or one whose exponent is within `spread` of that of 1.
   uint32_t pattern(int spread) {
     const uint32_t random = bits();
     if (spread == 0) return random;
@@ -161,7 +162,7 @@ TEST(the_definition_rounds_as_it_says) {
   const float below = std::nextafter(kSmallest, 0.0f);
   CHECK(rounded(below) == 0.0f && std::signbit(rounded(-static_cast<long double>(below))));
   CHECK(rounded(kSmallest) == kSmallest);
-  // Rounds up to a normal float although it is less than one.
+  // The number rounds up to a normal float although it is less than one.
   CHECK(rounded(std::ldexp(1.0L - std::ldexp(1.0L, -26), -126)) == kSmallest);
   CHECK(rounded(1.0L + std::ldexp(1.0L, -24)) == 1.0f);
   CHECK(rounded(1.0L + 3 * std::ldexp(1.0L, -24)) == 1.0f + std::ldexp(1.0f, -22));
@@ -220,14 +221,14 @@ TEST(cases_by_hand) {
   CHECK(one(std::ldexp(1.0f, 100), std::ldexp(1.0f, 100), 0.0f) == kInf);
   CHECK(one(kInf, -2.0f, 1.0f) == -kInf);
   CHECK(std::isnan(one(kInf, 0.0f, 1.0f)));
-  CHECK(std::isnan(one(kInf, std::ldexp(1.0f, -130), 1.0f)));  // that is zero
+  CHECK(std::isnan(one(kInf, std::ldexp(1.0f, -130), 1.0f)));  // the subnormal factor counts as zero
   CHECK(std::isnan(one(kInf, 1.0f, -kInf)));
   CHECK(std::isnan(one(kNan, 0.0f, 1.0f)));
   CHECK(std::isnan(one(0.0f, 0.0f, kNan)));
 }
 
 TEST(even_and_odd_are_separate_sums) {
-  // In one chain 2²⁴ + 1 + 1 − 2²⁴ loses both ones; even numbers alone give 0 and odd ones 2.
+  // In one chain, 2²⁴ + 1 + 1 − 2²⁴ loses both ones; the even numbers alone give 0 and the odd ones give 2.
   Tiles t;
   const float big = std::ldexp(1.0f, 24);
   const float even[3] = {big, 0.0f, -big}, odd[3] = {1.0f, 1.0f, 0.0f};

@@ -1,4 +1,4 @@
-// The emulator among other handlers of SIGILL, in threads, and what it tells: counts and permission.
+// The AMX emulator among other handlers of SIGILL, in threads, and its counts and permission.
 #include "amx_instructions.h"
 #include "check.h"
 
@@ -72,7 +72,7 @@ TEST(reports_at_exit) {
 TEST(other_illegal_instructions_end_the_process) {
   CHECK(in_a_child(illegal) == kIllegal);
   CHECK(in_a_child([] { raise(SIGILL); }) == kIllegal);
-  // A byte of AMX at the place of a signal that was sent is not executed.
+  // A byte of AMX at the address of a signal that was sent is not executed.
   CHECK(in_a_child([] { kill(getpid(), SIGILL); }) == kIllegal);
   CHECK(in_a_child([] {
           signal(SIGILL, SIG_IGN);
@@ -115,12 +115,12 @@ TEST(a_handler_installed_later_gets_the_rest) {
           signal(SIGILL, plain_handler);
           illegal();
         }) == "exit 3: plain handler");
-  // Other signals are not held back.
+  // Other signals are not blocked.
   CHECK(signal(SIGUSR1, SIG_IGN) == SIG_DFL);
   CHECK(signal(SIGUSR1, SIG_DFL) == SIG_IGN);
 }
 
-// The sum of k over a row of ones and a column of k, in tiles of a shape of the thread's own.
+// Computes the sum of k over a row of ones and a column of k, in tiles whose shape depends on the thread.
 bool product_of_a_thread(int thread) {
   const int pairs = 3 + thread, rows = 16 - thread;
   uint16_t a[16][32], b[16][32];
@@ -162,8 +162,8 @@ TEST(threads_have_tiles_of_their_own) {
   if (!native_amx()) CHECK(count("tdpbf16ps") - before == 8 * 20 * 50);
 }
 
-// Thousands of instructions that nobody has executed before, each met by several threads at about the same
-// time: one of them puts the jump there while another looks at what made it trap.
+// Thousands of instructions that have never been executed are met by several threads at about the same time:
+// one of them writes the jump there while another looks at what made it trap.
 TEST(threads_meet_at_fresh_instructions) {
   constexpr int kSites = 4000, kSlot = 8, kThreads = 4;
   const uint8_t tilezero[kSlot] = {0xc4, 0xe2, 0x7b, 0x49, 0xc0, 0x90, 0x90, 0x90};  // and three nops
@@ -190,7 +190,7 @@ TEST(threads_meet_at_fresh_instructions) {
   munmap(memory, kSites * kSlot + 1);
 }
 
-// The first time an instruction traps, then a jump has taken its place.
+// The instruction traps the first time; later a jump has taken its place.
 TEST(registers_flags_and_red_zone_survive) {
   ldtilecfg(TileConfig().all(16, 64));
   for (int time = 0; time < 3; ++time) {
@@ -249,7 +249,7 @@ TEST(vectors_and_masks_survive) {
   alignas(64) uint8_t memory[1024] = {};
   ldtilecfg(TileConfig().all(16, 64));
   for (int time = 0; time < 3; ++time) {
-    // The product has the emulator use vectors itself.
+    // For the product, the emulator itself uses vectors.
     __asm__ volatile(
         "vmovdqu64 (%0), %%zmm0\n\t"
         "vmovdqu64 (%0), %%zmm29\n\t"

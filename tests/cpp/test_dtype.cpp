@@ -18,7 +18,7 @@ std::string hex(uint32_t bits) {
   return text;
 }
 
-// The value of a float16 by its definition.
+// Returns the value of a float16 by its definition.
 double float16_value(uint16_t bits) {
   const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
   const int exponent = (bits >> 10) & 31;
@@ -27,7 +27,7 @@ double float16_value(uint16_t bits) {
   return sign * (exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25));
 }
 
-// Rounding is right if it is right at the midpoints of neighbours and just beside them.
+// Rounding is right everywhere if it is right at the midpoints of neighbours and just beside them.
 template <class ToBits>
 void check_rounding(uint16_t low_bits, double low, double high, ToBits to_bits) {
   const uint16_t even = (low_bits & 1) == 0 ? low_bits : static_cast<uint16_t>(low_bits + 1);

@@ -1,4 +1,4 @@
-// Batch elements as one list of work items: which elements, in which order, and every item of each.
+// Batch elements as one list of work items: which elements, in which order, and which items.
 #include "cpu/joint_task.h"
 
 #include <string>
@@ -32,7 +32,7 @@ struct ListedTask {
   }
 };
 
-// Packed sequences; the numbers live as long as this.
+// Packed sequences. The parameters point into this structure.
 struct Packed {
   std::vector<int64_t> query_starts = {0}, key_starts = {0};
   AttentionParams p;

@@ -1,5 +1,5 @@
-// Every kernel that this machine can run, on plain memory: against the loops in float64, within its buffers,
-// and the same on any number of threads.
+// Every kernel that this machine can run, on plain memory, against the loops in float64. Kernels must stay
+// within their buffers, and give the same bits on any number of threads.
 #include "attention_case.h"
 #include "comparison.h"
 #include "cpu/loops/loops.h"
@@ -47,7 +47,8 @@ TEST(attention_agrees_with_the_loops_in_float64) {
 }
 
 TEST(results_do_not_depend_on_the_threads) {
-  // The second has two chunks of keys, whose items wait for each other at dQ and at the mask's gradient.
+  // The second shape has two chunks of keys, whose items wait for each other at dQ and at the mask's
+  // gradient.
   for (const Shape& shape : {Shape{2, 4, 2, 70, 130, 16, 20}, Shape{2, 2, 1, 49, 530, 8, 4}}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       for (const Options& options : option_sets()) {
@@ -69,8 +70,8 @@ TEST(results_do_not_depend_on_the_threads) {
 }
 
 TEST(only_minus_infinity_hides_in_a_mask_of_wider_range) {
-  // Finite in float64 and beyond float32: a bias that all keys share, so that every key keeps the same
-  // weight.
+  // Numbers are finite in float64 and beyond float32: the bias is shared by all keys, so every key keeps the
+  // same weight.
   Options options;
   options.mask = true;
   AttentionCase c(DType::kFloat32, {1, 1, 1, 2, 5, 2, 2}, options);

@@ -40,7 +40,7 @@ std::vector<Options> option_sets() {
   return sets;
 }
 
-// Σ grad_out·out + Σ grad_weights·weights + Σ grad_lse·lse of a forward in float64.
+// Computes Σ grad_out·out + Σ grad_weights·weights + Σ grad_lse·lse of a forward in float64.
 double loss(AttentionCase& c) {
   const AttentionResults r(cpu::kLoops, c, kOneThread);
   double sum = 0.0;
@@ -51,7 +51,7 @@ double loss(AttentionCase& c) {
   return sum;
 }
 
-// grad_row for that loss: Σ_j weights·grad_weights.
+// Sets grad_row for that loss, which is Σ_j weights·grad_weights.
 void set_grad_row(AttentionCase& c) {
   const AttentionResults r(cpu::kLoops, c, kOneThread);
   for (int64_t row = 0; row < c.grad_row.count(); ++row) {
@@ -94,7 +94,7 @@ std::vector<double> numbers(const Buffer& buffer) {
   return all;
 }
 
-// (batch, heads, queries) summed over the queries, and over the batch as well.
+// Sums (batch, heads, queries) over the queries, and optionally over the batch as well.
 std::vector<double> per_head(const Buffer& rows, const AttentionCase& c, bool over_batch) {
   std::vector<double> sums(static_cast<size_t>((over_batch ? 1 : c.shape.batch) * c.shape.heads), 0.0);
   for (int64_t n = 0; n < rows.count(); ++n) {
@@ -185,7 +185,7 @@ TEST(dropout_follows_the_documented_counter) {
 TEST(a_row_that_sees_nothing_is_zero) {
   Options options;
   options.window_right = 0;
-  options.query_offset = -2;  // queries 0 and 1 stand before the first key
+  options.query_offset = -2;  // queries 0 and 1 come before the first key
   options.slopes = true;
   AttentionCase c(DType::kFloat32, {1, 1, 1, 4, 3, 2, 2}, options);
   const AttentionResults r(cpu::kLoops, c, kOneThread);

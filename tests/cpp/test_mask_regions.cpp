@@ -1,4 +1,4 @@
-// How the gradient of a float mask is divided among blocks. Plain C++.
+// How the gradient of a float mask is divided among blocks, in plain C++.
 #include "cuda/mask/mask_regions.cpp"
 
 #include "check.h"
@@ -14,7 +14,7 @@ struct Mask {
   bool batch, head, query, key;
 };
 
-// Of 3 batch elements and 4 heads.
+// Returns the regions for 3 batch elements and 4 heads.
 MaskRegions regions_of(const Mask& mask, int64_t longest, bool has_sequences) {
   const int64_t start = 0;  // never read by the host
   AttentionParams p;
@@ -46,7 +46,8 @@ TEST(every_item_of_a_region_is_in_one_split) {
   }
 }
 
-// A sequence has the same items in the same splits then, whatever the longest is: a head's, or all of them.
+// Then a sequence has the same items in the same splits, whatever the longest sequence is: each split has the
+// items of one head, or one split has all items.
 TEST(the_mask_of_a_sequence_is_split_by_heads_or_not_at_all) {
   for (const int64_t longest : {1, 64, 65, 1000, 5000}) {
     const MaskRegions of_heads = regions_of({true, false, false, false}, longest, true);

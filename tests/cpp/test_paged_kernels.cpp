@@ -1,5 +1,5 @@
-// Keys and values in pages, and those that are appended to a cache, on plain memory of exactly their size:
-// the bits of keys in one piece. Entries of the table behind a length are wild, and rows behind it are NaN.
+// Keys and values in pages, and appending to caches, on plain memory of exactly their size. Results have the
+// bits of keys in slots. Entries of the table after a length are wild, and rows after it are NaN.
 #include <climits>
 
 #include "attention_case.h"
@@ -18,7 +18,7 @@ constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 24, kValueDim = 17;
 constexpr int64_t kLengths[] = {0, 1, 63, 64, 65, 130, 530};
 constexpr int64_t kBatch = 7, kLongest = 530;
 
-// The tables of sequences with pages of a size, in no order.
+// The tables of sequences with pages of one size, in random order.
 struct Table {
   int64_t size, columns, count;
   std::vector<int32_t> pages;
@@ -43,7 +43,7 @@ int64_t at(const Buffer& buffer, int64_t a, int64_t b, int64_t c, int64_t d) {
   return ((a * buffer.size()[1] + b) * buffer.size()[2] + c) * buffer.size()[3] + d;
 }
 
-// Rows of a cache, page by page.
+// Copies the rows of a cache into pages.
 Buffer in_pages(const Buffer& cache, const Table& table) {
   const int64_t dim = cache.size()[3];
   Buffer pages = Buffer(cache.dtype(), {table.count, kKvHeads, table.size, dim}).filled(NAN);
@@ -79,8 +79,8 @@ struct Results {
 
 bool same_bits(const Buffer& a, const Buffer& b) { return a.margins_untouched() && a.has_bits_of(b); }
 
-// New rows of each sequence behind those that it has; packed or as many for all. Into a cache in one piece
-// when `page_size` is 0.
+// Appends new rows to each sequence: packed rows, or as many for all. The cache has slots when `page_size` is
+// 0.
 void check_append(DType dtype, bool packed, int64_t page_size, int threads) {
   const int64_t most_new = 140, capacity = kLongest + most_new;
   std::vector<int64_t> starts = {0}, lengths;
@@ -133,7 +133,7 @@ void check_append(DType dtype, bool packed, int64_t page_size, int threads) {
   a.key_cache = key_cache.view();
   a.value_cache = value_cache.view();
   a.row_starts = packed ? starts.data() : nullptr;
-  // Both ways to count lengths.
+  // Both ways to count lengths are tested.
   a.lengths_after = threads > 1;
   for (int64_t b = 0; a.lengths_after && b < kBatch; ++b) lengths[b] += a.rows_of(b);
   a.lengths = lengths.data();

@@ -1,4 +1,4 @@
-// for_each_item: every item once, failures reported, whatever the number of threads.
+// for_each_item: it visits every item once, and reports failures, on any number of threads.
 #include "cpu/parallel.h"
 
 #include <new>
@@ -35,7 +35,7 @@ struct ThrowingTask {
   }
 };
 
-// The first `failing` workers cannot allocate their scratch memory.
+// A task whose first `failing` workers cannot allocate their scratch memory.
 struct HungryTask {
   int failing;
   std::atomic<int>& started;

@@ -1,4 +1,4 @@
-// Philox against the published vectors, and what dropout makes of it.
+// Philox against the published vectors, and how dropout uses it.
 #include "core/philox.h"
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 using namespace selfattn;
 
-// kat_vectors of Random123 (Salmon et al., SC 2011): "philox4x32 7", counter, key, result.
+// These are kat_vectors of Random123 (Salmon et al., SC 2011): "philox4x32 7", counter, key, result.
 TEST(known_answers) {
   struct Vector {
     uint32_t counter[4];
@@ -46,7 +46,7 @@ TEST(every_argument_matters) {
 TEST(thresholds_cover_the_unit_interval) {
   CHECK(dropout_threshold(0.0) == 0);
   CHECK(dropout_threshold(0.5) == uint64_t{1} << 31);
-  CHECK(dropout_threshold(1.0) == uint64_t{1} << 32);  // above every word: all are dropped
+  CHECK(dropout_threshold(1.0) == uint64_t{1} << 32);  // above every word, so that all are dropped
   CHECK(dropout_keep_scale(0.0) == 1.0);
   CHECK(dropout_keep_scale(0.75) == 4.0);
   CHECK(dropout_keep_scale(1.0) == 0.0);

@@ -1,5 +1,5 @@
-// Functions of scores and maps of blocks, on plain memory: a function that adds what a tensor says, against
-// the loops with the same numbers as a mask. Its tensor's gradient is the mask's.
+// Functions of scores and maps of blocks, on plain memory, against masks with the same numbers. A function
+// adds the numbers of a tensor; the loops get these numbers as a mask. The tensor's gradient is the mask's.
 #include "attention_case.h"
 #include "check.h"
 #include "cpu/loops/loops.h"
@@ -45,7 +45,7 @@ void add_captured(const FunctionInputs* in, const ScoreTile* tile, const void*, 
 template <class T>
 constexpr ScoreFunctionTable kAdd = {sizeof(T), "float[3]", 0, add<T>, add<T>, nullptr, add_captured<T>};
 
-// A call with a function, and the same with a mask.
+// A call with a function, and the same call with a mask.
 struct FunctionCase {
   AttentionCase with_function, with_mask;
   Buffer captured;
@@ -95,7 +95,7 @@ struct FunctionCase {
     }
   }
 
-  // The gradient of the captured tensor, of the call that has these results.
+  // Returns the gradient of the captured tensor for the call that has these results.
   std::vector<double> gradient(const cpu::Kernel& kernel, AttentionResults& results, bool exclusive,
                                const cpu::ThreadPool& pool) {
     BackwardArguments a;
@@ -168,7 +168,7 @@ TEST(a_function_that_adds_is_a_mask) {
             const auto all = got.all(options);
             for (size_t n = 0; n < all.size(); ++n) {
               const std::string name = all[n].first;
-              // A kernel may leave another number than a row's maximum: test_kernels.cpp.
+              // A kernel may return another number than a row's maximum, as comparison.h says.
               if (name.rfind("row_", 0) == 0) continue;
               const double sums = name == "grad_slopes_rows" ? 100 : 1;
               CHECK_FOR(agree(*all[n].second, *all_expected[n].second, sums * tolerance(dtype)), what + name);

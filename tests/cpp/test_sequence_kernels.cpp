@@ -1,5 +1,6 @@
-// Kernels on packed sequences, pages and caches, on plain memory: the bits of calls with one sequence, within
-// their buffers, on any number of threads. Numbers that name what lies behind a sequence are wild here.
+// Kernels on packed sequences, pages and caches, on plain memory. Results have the bits of calls with one
+// sequence, on any number of threads, and kernels stay within their buffers. Numbers that refer to what comes
+// after a sequence are wild here.
 #include <atomic>
 
 #include "check.h"
@@ -125,8 +126,8 @@ TEST(sequences_have_the_bits_that_they_have_alone) {
 }
 
 TEST(sequences_take_turns_at_a_mask_whatever_their_strips) {
-  // Four vectors of queries are strips of two and two, three are one strip: of 16, 8 and 4 lanes. Three
-  // sequences of each kind, since a sum of two terms has one order.
+  // Four vectors of queries make strips of two and two, and three vectors make one strip, of 16, 8 and 4
+  // lanes. There are three sequences of each kind, because a sum of two terms has only one order.
   const Lengths lengths = {{64, 512}, {48, 512}, {47, 512}, {32, 512}, {24, 512},
                            {23, 512}, {16, 512}, {12, 512}, {11, 512}};
   for (const cpu::Kernel* kernel : test::sequence_kernels()) {
@@ -140,7 +141,7 @@ TEST(sequences_take_turns_at_a_mask_whatever_their_strips) {
 }
 
 TEST(sequences_that_share_a_mask_share_the_threads) {
-  // One chunk of keys and one kv head each: there is one work item in a sequence.
+  // Each sequence has one chunk of keys and one kv head, so it has one work item.
   const cpu::ThreadPool counting{3, [](int workers, void (*body)(void*), void* context) {
                                    ++runs;
                                    most_workers = std::max(most_workers.load(), workers);

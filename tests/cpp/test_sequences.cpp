@@ -1,4 +1,4 @@
-// Elements of batches with lengths of their own: where they lie, and that no number leads outside.
+// Batch elements with different lengths: where they are, and that no number leads outside.
 #include "core/sequences.h"
 
 #include <cstdint>
@@ -140,7 +140,7 @@ TEST(keys_lie_in_their_page_and_in_no_page_that_does_not_exist) {
 
 namespace {
 
-// A call whose every pointer is a number of its own, of which those of its elements are multiples away.
+// A call whose pointers are all different numbers; each element's pointers are multiples away from them.
 struct Call {
   int64_t query_starts[3] = {0, 2, 5}, key_starts[3] = {0, 4, 10}, offsets[2] = {-1, 6};
   int32_t table[6] = {};
@@ -192,7 +192,7 @@ struct Call {
   }
 };
 
-// How many bytes a pointer lies behind its place.
+// Returns how many bytes a pointer is beyond its place.
 int64_t bytes(const void* data) { return reinterpret_cast<int64_t>(data) & 0xFFFFF; }
 
 }  // namespace

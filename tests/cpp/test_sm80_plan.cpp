@@ -1,4 +1,4 @@
-// How the sm80 kernels cut sequences whose lengths the host does not know. The plan is plain C++.
+// How the sm80 kernels divide sequences whose lengths the host does not know. The plan is plain C++.
 #include "cuda/mma/forward_plan.cpp"
 
 #include "check.h"

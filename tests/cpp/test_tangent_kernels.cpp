@@ -1,6 +1,6 @@
-// Forward mode and second derivatives of every kernel of this machine that has them, on plain memory. They
-// are compared with differences of the loops and with the portable kernel in float64, must stay within their
-// buffers, and must be the same on any number of threads.
+// Forward mode and second derivatives of every kernel that has them, on plain memory. They are compared with
+// differences of the loops and with the portable kernel in float64, must stay within their buffers, and must
+// be the same on any number of threads.
 #include "comparison.h"
 #include "tangent_case.h"
 #include "thread_pool.h"
@@ -21,7 +21,7 @@ using test::tolerance;
 
 namespace {
 
-// All tangents; what MeanFlow, force matching and a frozen key and value leave of them; none.
+// All tangents; those that remain for MeanFlow, for force matching, and with a frozen key and value; none.
 constexpr unsigned kAll = 0b111111;
 constexpr unsigned kGiven[] = {kAll, 0b000111, 0b001000, 0b000001, 0b110010, 0b000100, 0};
 
@@ -78,7 +78,7 @@ TEST(derivatives_agree_with_the_portable_kernel_in_float64) {
 }
 
 TEST(many_keys_take_no_more_memory) {
-  // More than a worker keeps tiles of: the others are computed twice.
+  // There are more tiles than a worker keeps, so the others are computed twice.
   const cpu::ThreadPool pool = test::thread_pool(2);
   for (const DType dtype : {DType::kFloat64, DType::kFloat32}) {
     Options options;
@@ -94,7 +94,7 @@ TEST(many_keys_take_no_more_memory) {
 }
 
 TEST(derivatives_do_not_depend_on_the_threads) {
-  // The second has two panels of queries and several blocks of keys, whose items wait for each other.
+  // The second shape has two panels of queries and several blocks of keys, whose items wait for each other.
   for (const Shape& shape : {Shape{2, 4, 2, 70, 130, 16, 20}, Shape{2, 2, 1, 200, 330, 8, 4}}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       for (const Options& options : option_sets()) {

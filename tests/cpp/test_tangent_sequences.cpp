@@ -1,5 +1,6 @@
 // Forward mode and second derivatives of packed sequences, on plain memory, and forward mode of keys in
-// pages. They have the bits of calls with one sequence, within their buffers, on any number of threads.
+// pages. Results have the bits of calls with one sequence, on any number of threads, and kernels stay within
+// their buffers.
 #include <climits>
 
 #include "check.h"
@@ -18,7 +19,7 @@ using test::same_sums;
 
 namespace {
 
-// A direction for a packed call: each tangent is shaped as its input.
+// A direction for a packed call: each tangent has the shape of its input.
 struct Direction {
   Buffer query, key, value, mask, sinks, slopes;
 
@@ -93,7 +94,7 @@ struct Results {
         run(kernel, element, element_of(jvp, p, b), own, pool);
         continue;
       }
-      // A call stores the sum of its own rows.
+      // A call overwrites this with the sum of its own rows.
       Buffer of_element = grad_mask.filled(0);
       own.backward.grad_mask.data = of_element.data();
       run(kernel, element, element_of(jvp, p, b), own, pool);
@@ -162,8 +163,8 @@ TEST(sequences_have_the_derivatives_that_they_have_alone) {
   }
 }
 
-// Tangents lie in the same pages as their keys and values. Entries of the table behind a length are wild, and
-// rows behind it are NaN.
+// Tangents lie in the same pages as their keys and values. Entries of the table after a length are wild, and
+// rows after it are NaN.
 TEST(pages_change_no_bit_of_a_tangent) {
   const std::vector<int64_t> lengths = {0, 1, 65, 130};
   const int64_t batch = 4, heads = 4, kv_heads = 2, queries = 5, keys = 130, dim = 24, value_dim = 17;
@@ -218,7 +219,7 @@ TEST(pages_change_no_bit_of_a_tangent) {
     for (const cpu::Kernel* kernel : test::sequence_kernels()) {
       const Tangent expected = run(*kernel, rows, {}, 1);
       for (const int64_t size : {1, 7, 64}) {
-        // From the last page to the first.
+        // Pages are numbered from the last to the first.
         const int64_t columns = (keys + size - 1) / size;
         int32_t count = 0;
         for (const int64_t length : lengths) count += static_cast<int32_t>((length + size - 1) / size);

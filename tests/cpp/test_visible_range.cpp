@@ -1,4 +1,4 @@
-// The visible range of a query, and of a run of queries, against the definition key by key.
+// The visible range of a query, and of a run of queries, against a definition key by key.
 #include "core/visible_range.h"
 
 #include "check.h"
@@ -70,7 +70,7 @@ TEST(the_largest_offsets_and_windows_do_not_overflow) {
   CHECK(range.begin == 0 && range.end == 100);
   p.window_left = 0;
   range = visible_keys(p, 0, 0);
-  CHECK(range.begin >= range.end);  // everything lies before the window
+  CHECK(range.begin >= range.end);  // all keys come before the window
   p.query_offset = -p.query_offset;
   p.window_right = 0;
   range = visible_keys(p, 0, 0);

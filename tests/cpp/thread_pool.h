@@ -1,4 +1,4 @@
-// Thread pools for tests: one that starts real threads, one that runs the bodies one after the other.
+// Thread pools for tests: one starts real threads, one runs the bodies one after the other.
 #pragma once
 
 #include <thread>

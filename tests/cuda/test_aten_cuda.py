@@ -1,7 +1,7 @@
-"""torch's fused operators on CUDA by this package's kernels: what they return, and that a backward takes it.
+"""torch's fused operators on CUDA by this package's kernels: their results, and their backward.
 
-They compute on whatever device their tensors are on, so that the CPU says whether the numbers are right and
-torch's fake kernels whether shapes, strides and dtypes are.
+They compute on whatever device their tensors are on, so the CPU says whether the numbers are right, and
+torch's fake kernels say whether shapes, strides and dtypes are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {
 
 
 FAMILIES = tuple(NAMES)
-#: Each family without and with a bias, which flash does not know.
+#: Each family without and with a bias; flash has no bias.
 BIASED = [
     (family, biased) for family in FAMILIES for biased in (False, True) if not (biased and family == "flash")
 ]
@@ -47,7 +47,7 @@ def inputs(order: tuple[int, ...] = (0, 2, 1, 3), length: int = 9, keys: int = 9
 
 
 def call(family: str, tensors: list[Tensor], bias: Tensor | None, causal: bool, torchs: bool) -> list[Any]:
-    """Everything that forward and backward return, ours or that of torch's fake kernels."""
+    """All results of forward and backward, from this package or from torch's fake kernels."""
     forward, backward = (
         getattr(torch.ops.aten, name) if torchs else aten_cuda.OPERATORS[name]
         for name in (NAMES[family], f"{NAMES[family]}_backward")

@@ -1,8 +1,8 @@
-"""CUDA tensors: what the tests that run on every device do not ask. Numbers, layouts, randomness, refusals.
+"""CUDA tensors, beyond tests that run on every device: numbers, layouts, randomness, refusals.
 
-test_options_pairwise.py and test_edge_cases.py run on the GPU's kernels, too; test_cuda_runtime.py has
-streams, graphs and devices, test_cuda_sizes.py what is large. SELFATTN_REQUIRE_CUDA=1 makes their skips
-failures.
+test_options_pairwise.py and test_edge_cases.py run on the GPU's kernels, too. Streams, graphs and devices are
+in test_cuda_runtime.py, large sizes in test_cuda_sizes.py. With SELFATTN_REQUIRE_CUDA=1 a missing GPU is a
+failure, not a skip.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from selfattn_ext import (
 
 gpu.need()
 
-#: Head dims that the tensor-core kernel pads, those that fit, and one that it leaves to the other kernel.
+#: Head dims that the tensor-core kernel pads, head dims that fit, and one that it leaves to the other kernel.
 HEAD_DIMS = (16, 64, 80, 128, 192, 256, 320)
 PRECISIONS = ("highest", "high", "medium")
 
@@ -61,13 +61,13 @@ def test_head_dims(head_dim: int, dtype: torch.dtype, cuda_kernel: str) -> None:
 def test_float32_is_as_exact_as_asked(
     setting: str, head_dim: int, cuda_kernel: str, restored_precision: None
 ) -> None:
-    """The judge is the formula of numbers with as many bits as the setting keeps."""
+    """The judge is the formula on numbers rounded to as many bits as the setting keeps."""
     torch.set_float32_matmul_precision(setting)
     query, key, value = qkv("cuda", torch.float32, (257, 300), head_dim)
     out = scaled_dot_product_attention(query, key, value)
     exact = reference.attention(query.double(), key.double(), value.double()).out
     error = float((out.double() - exact).abs().max())
-    # 8 bits of mantissa for bfloat16; TF32 and two bfloat16 pieces keep 11 or more.
+    # bfloat16 has 8 bits of mantissa; TF32 and two bfloat16 pieces keep 11 or more.
     assert error <= {"highest": 3e-6, "high": 4e-3, "medium": 3e-2}[setting]
 
 
@@ -106,7 +106,7 @@ def test_masks_of_any_strides(cuda_kernel: str) -> None:
 @pytest.mark.parametrize("shift", [1, 2, 3, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_addresses_of_any_alignment(shift: int, dtype: torch.dtype, cuda_kernel: str) -> None:
-    """Tensors that begin anywhere in memory, with rows that fill whole vectors all the same."""
+    """Tensors begin at any address, but their rows fill whole vectors."""
     aligned = qkv("cuda", dtype)
     moved = []
     for tensor in aligned:
@@ -128,7 +128,7 @@ def test_hidden_keys_have_no_influence(junk: float, dtype: torch.dtype, cuda_ker
     key[:, :, ~seen] = value[:, :, ~seen] = junk
     found = scaled_dot_product_attention(query, key, value, seen.expand(70, 130), return_lse=True)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    key[:, :, seen.nonzero()[0]] = junk  # -inf scores of a visible key are weights of 0, NaN and inf are not
+    key[:, :, seen.nonzero()[0]] = junk  # a visible score of -inf has weight 0; NaN and inf have not
     assert not scaled_dot_product_attention(query, key, value, seen.expand(70, 130)).isfinite().all()
 
 
@@ -150,7 +150,7 @@ def test_rows_that_see_nothing(dtype: torch.dtype, cuda_kernel: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
 def test_dropout_has_the_pattern_of_the_cpu(dtype: torch.dtype, p: float, cuda_kernel: str) -> None:
-    """The same seed tensor drops the same weights, in the output, too."""
+    """The same seed tensor drops the same weights, and the output agrees with them."""
     query, key, value = qkv("cuda", dtype)
     seed = dropout_seed(3)
     options = {"dropout_p": p, "kernel_name": cuda_kernel.partition("-")[2]}
@@ -203,7 +203,7 @@ def test_scores_softmax_and_weights(dtype: torch.dtype, cuda_kernel: str) -> Non
     assert_accurate("weights", attention_weights(query, key, is_causal=True), exact, peer)
 
 
-#: Three sequences, so that the batch can be taken apart.
+#: Three sequences, so that the batch can be split.
 OF_THREE = [
     Case(batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64, device="cuda", **options)
     for options in (
@@ -252,7 +252,7 @@ def test_explained() -> None:
 
 
 def test_forced_kernel_runs() -> None:
-    """Rounding tells the kernels apart."""
+    """Rounding shows which kernel has run."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         assert backends.explain(*qkv("cuda", torch.bfloat16)).kernel == "simt"
@@ -268,7 +268,7 @@ def test_forced_kernel_runs() -> None:
 
 
 def test_refusals_of_hopper() -> None:
-    """What the kernel for Hopper leaves to the next one, and why."""
+    """The calls that the kernel for Hopper leaves to the next kernel, and the reasons."""
     if torch.cuda.get_device_capability() != (9, 0):
         return
     query, key, value = qkv("cuda", torch.bfloat16)

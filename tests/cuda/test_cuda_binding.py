@@ -1,9 +1,9 @@
 """CUDA tensors on their way to a kernel, on machines with and without a GPU.
 
-The tests cover fake kernels, the operators' checks, errors, and what is told about kernels.
+The tests cover fake kernels, the operators' checks, errors, and what is reported about kernels.
 
-Where a build has CUDA kernels and there is no GPU, tensors that only claim to be on one reach the operators'
-own checks, and fail where they need a device.
+If a build has CUDA kernels and there is no GPU, tensors that only claim to be on one reach the operators' own
+checks, and fail where they need a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no 
 
 
 def claimed(tensor: Tensor, device: str = "cuda:0") -> Tensor:
-    """The memory of a tensor on the CPU, as a tensor that says it is on a GPU."""
+    """A tensor that says it is on a GPU, with the memory of a tensor on the CPU."""
     storage = torch._C._construct_storage_from_data_pointer(
         tensor.data_ptr(), torch.device(device), tensor.nbytes
     )
@@ -64,7 +64,7 @@ class TestFake:
             assert {result.device for result in results} == {torch.device("cuda:0")}
 
     def test_autocast(self) -> None:
-        # What torch.autocast sets, which refuses where there is no GPU.
+        # These settings are what torch.autocast sets, but torch.autocast itself refuses without a GPU.
         before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -106,7 +106,7 @@ def arguments_of_backward() -> dict[str, Tensor]:
 
 @needs_kernels
 class TestChecks:
-    """The checks in C++ are those of the CPU; what is new is that tensors may be on several devices."""
+    """The checks in C++ are the same as for the CPU, except that tensors may be on different devices."""
 
     host = torch.zeros(1, 2, 4, 8)
     here, there = claimed(host) if BUILD["cuda"] else host, claimed(host, "cuda:1") if BUILD["cuda"] else host
@@ -188,7 +188,7 @@ class TestChecks:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_gradients_ask_the_gpu_for_memory(self) -> None:
-        """All checks pass, and the results want memory."""
+        """All checks pass; then allocating the results fails."""
         call = {name: claimed(tensor) for name, tensor in arguments_of_backward().items()}
         x, square = call["query"], call["grad_weights"]
         with pytest.raises(MemoryError, match=r"not enough memory for grad_mask of shape \(1, 2, 4, 4\)"):
@@ -259,7 +259,7 @@ class TestKernels:
 
 
 class TestExplain:
-    """The Python half, with the operator's answer given."""
+    """Tests the Python half with a given answer of the operator."""
 
     @staticmethod
     def explained(

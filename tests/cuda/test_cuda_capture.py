@@ -1,5 +1,5 @@
-"""What CUDA graphs need of the Python code: that no call looks at the values of a tensor, since there are
-none while a graph records. Tensors of FakeTensorMode have none either, and say so when they are asked.
+"""CUDA graphs need Python code that never looks at the values of a tensor. No values exist while a graph
+records. Tensors of FakeTensorMode have none either, and raise an error when they are asked.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_what_is_taken_for_granted_changes_no_gradient(
     inputs = leaves(tensors, keywords)
 
     def third() -> tuple[Tensor, ...]:
-        """By the formula, which asks whether hidden numbers could do harm, unless a graph records."""
+        """It goes by the formula, which asks whether hidden numbers could do harm, unless a graph records."""
         torch.manual_seed(5)
         grads = torch.autograd.grad(total(attention(*tensors, **keywords)), inputs, create_graph=True)
         more = torch.autograd.grad(sum((g * g).sum() for g in grads), inputs, create_graph=True)

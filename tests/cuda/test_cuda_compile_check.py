@@ -1,4 +1,4 @@
-"""scripts/cuda_compile_check.py: it passes what is right, and finds each thing that it is there to find."""
+"""scripts/cuda_compile_check.py accepts correct kernels, and finds each fault that it looks for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = """
 __global__ void __launch_bounds__(128) plain(float* out) { out[threadIdx.x] *= FACTOR; }
 """
 
-#: 200 values per thread and 64 registers for them.
+#: A kernel with 200 values per thread and 64 registers for them.
 SPILLING = """
 __global__ void __launch_bounds__(1024) spilling(float* out, const float* in) {
   float held[200];
@@ -59,7 +59,7 @@ __global__ void shared(float* out) {
 }
 """
 
-#: A kernel that asks which of two architectures with the same PTX it is compiled for.
+#: A kernel that behaves differently on two architectures that should have the same PTX.
 ASKING = """
 __global__ void asking(float* out) {
 #if __CUDA_ARCH__ >= 900
@@ -78,7 +78,7 @@ __global__ void warning(float* out) {
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Writes a source into a folder, checks it, returns the exit code and what was printed."""
+    """Writes a source into a folder, checks it, and returns the exit code and the output."""
 
     def run(text: str, folder: str = "simt", arch: str = "80", *options: str) -> tuple[int, str]:
         source = tmp_path / folder / "kernel.cu"
@@ -129,7 +129,7 @@ def test_faults_are_found(text: str, expected: str, check: Callable) -> None:
     assert code == 1
     assert expected in printed
     assert "FAILED: 1 compilations" in printed
-    # What has failed is compiled again, so that it fails again.
+    # A failed source is compiled again, so that it fails again.
     assert check(text)[0] == 1
 
 
@@ -171,7 +171,7 @@ def test_architectures_share_ptx_that_is_the_same(check: Callable, tmp_path: Pat
     assert "for sm_90a: error: the PTX for sm_90a is not that for sm_80" in printed
     assert "1 with problems" in printed
     assert check(ASKING, "simt", "90a")[0] == 0
-    # Machine code is what it is where nothing is shared.
+    # Machine code is the same as without sharing.
     found = {}
     for name, archs in (("shared", ["80", "90a"]), ("alone", ["90a"])):
         compiler = nvcc.Compiler(COMPILER.command, DISASSEMBLER, [], tmp_path / name)
@@ -186,7 +186,7 @@ def test_what_is_compiled_together() -> None:
     assert cuda_compile_check.together(order) == [
         (Path(name), archs) for name in "ab" for archs in (["75"], ["80", "90a"], ["100", "120"])
     ]
-    # Builds make the same PTX once, too.
+    # Builds, too, make the same PTX only once.
     built = [(first.replace(".", ""), name.replace(".", "")) for name, first in cuda_build.SAME_PTX.items()]
     assert set(built) <= set(nvcc.SAME_PTX)
 

@@ -83,7 +83,7 @@ def test_lengths(length: int) -> None:
     """Few queries, and tiles that are not full."""
     for keys in (1, 64, 65):
         checked("conjunction", (1, 4, length, keys), torch.float64, kv_heads=2)
-        if keys > 1:  # the gradients of a single score are 0: nothing to judge float32 by
+        if keys > 1:  # the gradients of a single score are 0, which judges no float32
             checked("relative_bias", (1, 4, length, keys), torch.float32, kv_heads=2)
 
 
@@ -107,7 +107,7 @@ def test_a_map_hides_without_a_function() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["mask_mod", "score_mod"])
 def test_what_is_hidden_has_no_influence(way: str, dtype: torch.dtype) -> None:
-    """NaN in keys and values that a function hides, forward and backward, with the bits of keys without."""
+    """NaN in keys and values that a function hides changes no bit of forward and backward."""
     sizes = (1, 2, 70, 66)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -183,7 +183,9 @@ def test_gradients_of_options() -> None:
     "name", ["temperature", "t5_buckets", "swin_table", "full_bias", "graph_distances", "of_queries_and_keys"]
 )
 def test_what_is_learned(name: str, dtype: torch.dtype) -> None:
-    """Elements that all scores read, those of a query or a key, single ones; one and several tensors."""
+    """The learned elements are read by all scores, by those of one query or key, or by single scores; there
+    are one or several tensors.
+    """
     checked(name, (2, 4, 70, 133), dtype, kv_heads=2)
 
 
@@ -220,7 +222,7 @@ def test_what_is_learned_with_dropout_and_gradients_of_weights() -> None:
 
 
 def test_what_is_learned_of_sequences() -> None:
-    """What each of them would add, by the formula."""
+    """The gradient is the sum of what each sequence adds, by the formula."""
     lengths = (1, 70, 0, 17)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     rows = torch.randn(3, int(starts[-1]), 2, 16, dtype=torch.float64)
@@ -243,7 +245,7 @@ def test_what_is_learned_of_sequences() -> None:
 
 
 def test_what_is_learned_has_nothing_of_hidden_scores() -> None:
-    """Not even where they are NaN, or read beside the tensor."""
+    """Hidden scores add nothing even if they are NaN, or read outside of the tensor."""
     query, key, value = leaves((1, 2, 20, 30), torch.float32)
     with torch.no_grad():
         key[:, :, 21], value[:, :, 22] = torch.nan, torch.inf
@@ -266,7 +268,7 @@ def test_weights_and_dropout() -> None:
 
 
 def test_sequences() -> None:
-    """As each sequence alone, and the numbers of sequences count."""
+    """Results are those of each sequence alone, and functions are given the numbers of sequences."""
     lengths = (1, 70, 0, 17)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     query, key, value = torch.randn(3, int(starts[-1]), 2, 16).unbind()

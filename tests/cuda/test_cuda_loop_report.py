@@ -1,5 +1,5 @@
-"""scripts/cuda_loop_report.py: it finds loops in machine code, and the model plays them as scheduled.
-scripts/hopper_loop_report.py counts what those of kernels for Hopper execute.
+"""scripts/cuda_loop_report.py finds loops in machine code, and the model runs them as scheduled.
+scripts/hopper_loop_report.py counts the instructions that kernels for Hopper execute.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def control(stall: int = 1, sets: int = 7, holds: int = 7, waits: tuple[int, ...
 
 
 def text_of(*lines: str | tuple[str, int]) -> str:
-    """What nvdisasm prints for labels and instructions, an instruction being its text or that and its control
-    bits.
+    """The output of nvdisasm for labels and instructions; an instruction is its text, or its text with its
+    control bits.
     """
     printed = ['\t.section\t.text._Z1kv,"ax",@progbits']
     for line in lines:
@@ -76,10 +76,10 @@ def test_the_main_loop_is_the_one_with_most_products() -> None:
         "@P0 BRA `(.L_x_0)",
         ".L_x_1",
         "@P1 BRA `(.L_x_2)",
-        "IADD3 R0, R0, R0", "IADD3 R0, R0, R0",  # rare
+        "IADD3 R0, R0, R0", "IADD3 R0, R0, R0",  # the rare path
         ".L_x_2",
         "@P2 BRA `(.L_x_3)",
-        PRODUCT, COPY,  # usual
+        PRODUCT, COPY,  # the usual path
         ".L_x_3",
         PRODUCT,
         "@P0 BRA `(.L_x_1)",
@@ -110,7 +110,7 @@ def test_a_load_right_before_its_product_stalls_it() -> None:
     ahead = [(LOAD, control(sets=0)), *[PRODUCT] * 6, (PRODUCT, control(waits=(0,)))]
     loops = [loop_of(*lines * 8) for lines in (at_once, ahead)]
     shares = [loop_model.tensor_share(loop, 80, ONE_BLOCK) for loop in loops]
-    # 31 cycles for a product of 8; then 7 products, of which the first ones hide the load.
+    # At once, a product of 8 cycles takes 31. Ahead, each load has 7 products, the first of which hide it.
     assert 0.15 < shares[0] < 0.3
     assert shares[1] > 0.9
     assert loop_model.tensor_share(loops[0], 80, TWO_BLOCKS) > 1.8 * shares[0]

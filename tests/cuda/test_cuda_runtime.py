@@ -1,4 +1,4 @@
-"""What CUDA programs rely on besides numbers: streams, graphs, the current device, nothing that waits."""
+"""What CUDA programs rely on besides numbers: streams, graphs, current device, no hidden waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "causal": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
     "mask": lambda q, k, v: scaled_dot_product_attention(q, k, v, q[:1, :1, :, :1] > 0),
     "weights": lambda q, k, v: scaled_dot_product_attention(q, k, v, return_weights=True)[1],
-    # With so many keys that they are split.
+    # There are so many keys that they are split.
     "one query": lambda q, k, v: scaled_dot_product_attention(
         q[:, :, :1], k.repeat(1, 1, 5, 1), v.repeat(1, 1, 5, 1)
     ),
@@ -33,8 +33,8 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=s
 
 
 def qkv(dtype: torch.dtype, length: int = 300) -> list[Tensor]:
-    """Of several tiles. Nothing here depends on the size: torch.cuda._sleep keeps the GPU busy where a test
-    needs that.
+    """Inputs of several tiles. No test depends on their size: torch.cuda._sleep keeps the GPU busy where a
+    test needs that.
     """
     return [torch.randn(2, 4, length, 64, device="cuda").to(dtype) for _ in range(3)]
 
@@ -44,7 +44,7 @@ def qkv(dtype: torch.dtype, length: int = 300) -> list[Tensor]:
 def test_kernels_run_on_the_current_stream(
     call: Callable[..., Tensor], dtype: torch.dtype, cuda_kernel: str
 ) -> None:
-    """Inputs that another stream is still writing are waited for by stream order alone."""
+    """Stream order alone makes the call wait for inputs that another stream is still writing."""
     tensors = qkv(dtype)
     expected = call(*tensors)
     with gpu.written_late(tensors) as late:

@@ -1,5 +1,5 @@
-"""Packed sequences and caches on a GPU: graphs whose lengths change between replays, lengths that nobody has
-looked at, pages. Numbers are the business of the tests that run on every device; see gpu.py.
+"""Packed sequences and caches on a GPU: changing lengths in graphs, unread lengths, pages.
+tests/support/gpu.py lists the tests of numbers, which run on every device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from selfattn_ext import attention_with_kvcache, varlen_attention
 gpu.need()
 
 LONGEST = 400
-#: As many sequences each, of no more rows together.
+#: Lengths of as many sequences each; their sums are at most the first sum.
 LENGTHS = ((300, 0, 1, 77, 128), (400, 5, 16, 0, 3), (0, 0, 0, 0, 0), (100, 100, 100, 100, 106))
 TOTAL = 506
-#: Starts that lead outside, backwards and far beyond 64 bits when they are multiplied.
+#: Starts that lead outside of the tensors, that decrease, and that overflow 64 bits when they are multiplied.
 WILD = (
     [-5, 2**40, 3, -(2**62), 7, 100],
     [0, 600, 1200, 1800, 2400, 3000],
@@ -40,7 +40,7 @@ def packed(dtype: torch.dtype) -> list[Tensor]:
 
 
 def step_of(tensors: list[Tensor], starts: Tensor) -> list[Tensor]:
-    """Result and gradients."""
+    """The result and the gradients."""
     points = [tensor.detach().requires_grad_() for tensor in tensors]
     out = varlen_attention(*points, starts, starts, LONGEST, LONGEST, is_causal=True, enable_gqa=True)
     grads = torch.autograd.grad(out, points, torch.ones_like(out))

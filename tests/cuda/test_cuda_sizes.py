@@ -1,5 +1,6 @@
-"""What is large on a GPU: more heads than a grid has in y, offsets of more than 31 bits, long rows.
-And memory, which may not grow with L·S.
+"""Large sizes on a GPU: more heads than a grid has in y, offsets above 31 bits, long rows.
+
+Memory must not grow with L·S.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.
 
 
 def need_memory(gibibytes: float) -> None:
-    """Skips on a GPU that has not as much left."""
+    """Skips the test if the GPU has less free memory than this."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     if free < gibibytes * GIB:
@@ -61,7 +62,7 @@ def test_more_queries_than_a_grid_has_in_y(dtype: torch.dtype, cuda_kernel: str)
 
 
 def test_queries_and_outputs_beyond_31_bits(cuda_kernel: str) -> None:
-    """2^31 elements and some more: the last rows lie where a 32-bit offset would not reach."""
+    """There are 2^31 elements and some more, so the last rows are beyond the reach of a 32-bit offset."""
     need_memory(10)
     length = 2**31 // (64 * 64) + 100
     query = torch.randn(64, 1, length, 64, device="cuda", dtype=torch.bfloat16)
@@ -74,7 +75,7 @@ def test_queries_and_outputs_beyond_31_bits(cuda_kernel: str) -> None:
 
 
 def test_keys_beyond_31_bits(cuda_kernel: str) -> None:
-    """One query, whose keys are more than 2^31 elements apart."""
+    """One query has keys that are more than 2^31 elements apart."""
     need_memory(12)
     keys = 2**31 // 64 // 4 + 1000
     key = torch.randn(4, 1, keys, 64, device="cuda", dtype=torch.bfloat16)
@@ -104,7 +105,7 @@ def test_masks_and_weights_beyond_31_bits(cuda_kernel: str) -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_long_rows(dtype: torch.dtype, queries: int, kv_heads: int, cuda_kernel: str) -> None:
-    """Few queries and many keys, which are divided among blocks and merged."""
+    """Few queries have many keys, which are divided among blocks and merged."""
     for keys in (16_384, 100_003):
         query = torch.randn(2, 8, queries, 128, device="cuda").to(dtype)
         key, value = (torch.randn(2, kv_heads, keys, 128, device="cuda").to(dtype) for _ in range(2))
@@ -128,6 +129,6 @@ def test_memory_does_not_grow_with_the_square_of_the_length(dtype: torch.dtype, 
         scaled_dot_product_attention(query, key, value, mask.expand(length, length), dropout_p=0.1)
         torch.cuda.synchronize()
         extra.append(torch.cuda.max_memory_allocated() - before)
-    # The output and two numbers per row; a matrix of scores would have grown sixteenfold.
+    # The output and two numbers per row are allowed; a matrix of scores would have grown sixteenfold.
     assert extra[1] <= 4.5 * extra[0]
     assert extra[1] <= 2 * 8192 * (64 + 64) * 4 + 4 * 2**20

@@ -1,4 +1,4 @@
-"""torch's own attention on the GPU by this package's kernels: each of its three operators, and the block."""
+"""torch's own attention on the GPU by this package's kernels: three operators, and the block."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def exact(tensors: list[Tensor], **options: Any) -> list[Tensor]:
     ],
 )
 def test_each_operator(backend: SDPBackend, dtype: torch.dtype, masked: bool, causal: bool) -> None:
-    """With the other side's forward or backward too."""
+    """The forward or the backward may also be torch's own."""
     tensors = leaves(dtype, 4 if masked else 3)
     judge = exact(tensors, is_causal=causal)
     with attention.sdpa_kernel(backend):

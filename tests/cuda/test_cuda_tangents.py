@@ -49,7 +49,7 @@ def test_tangents_and_second_derivatives(case: TangentCase) -> None:
 
 @torch.no_grad()
 def test_packed_sequences_with_masks_of_their_own() -> None:
-    """The bits of each sequence alone."""
+    """Each sequence has the bits that it has alone."""
     lengths = ((5, 40), (0, 3), (70, 9))
     cases = [
         TangentCase(1, 2, 1, *of, dtype=torch.float32, mask="float square", seed=n)

@@ -1,6 +1,6 @@
 """Training on the GPU: graphs of whole steps, checkpoints, autocast, streams, memory of the backward.
 
-Numbers of gradients are the business of the tests that run on every device; see gpu.py.
+tests/support/gpu.py lists the tests of gradients' numbers, which run on every device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from selfattn_ext import (
 
 gpu.need()
 
-#: What a training step does to query, key and value, and to a mask, slopes and sinks that learn, too.
+#: Calls of a training step with query, key and value, and with a mask, slopes and sinks that learn, too.
 CALLS: dict[str, Callable[..., Tensor]] = {
     "plain": lambda q, k, v, *_: scaled_dot_product_attention(q, k, v),
     "causal": lambda q, k, v, *_: scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -63,7 +63,7 @@ def leaves(dtype: torch.dtype, length: int = 300) -> list[Tensor]:
 
 
 def step_of(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Result and gradients; those of what the call does not take are left out."""
+    """The result and the gradients, without those of tensors that the call does not take."""
     points = [tensor.detach().requires_grad_() for tensor in tensors]
     out = call(*points)
     cotangent = torch.arange(out.numel(), device=out.device).view(out.shape).sin().to(out.dtype)
@@ -125,7 +125,7 @@ def test_a_graph_of_a_whole_training_step_learns_as_the_steps_do(cuda_kernel: st
             graph, result = gpu.captured(step)
             run = graph.replay
         else:
-            step()  # as capturing does
+            step()  # as a capture does
         losses.append([])
         for batch in batches:
             x.copy_(batch)
@@ -163,7 +163,7 @@ def test_dropout_in_a_graph_is_the_same_in_forward_and_backward(dtype: torch.dty
 @pytest.mark.parametrize("reentrant", [False, True])
 @dtypes
 def test_checkpoints_compute_the_same_bits(reentrant: bool, dtype: torch.dtype, cuda_kernel: str) -> None:
-    """The pattern of dropout too: torch puts the generator of the GPU back for the second forward."""
+    """The pattern of dropout is the same, too: torch resets the GPU's generator for the second forward."""
     points = [tensor.requires_grad_() for tensor in leaves(dtype)[:3]]
 
     def attend(*points: Tensor) -> Tensor:
@@ -208,7 +208,9 @@ def test_autocast(dtype: torch.dtype, cuda_kernel: str) -> None:
 def test_the_backward_runs_on_the_stream_of_its_forward(
     call: Callable[..., Tensor], cuda_kernel: str
 ) -> None:
-    """Gradients of numbers that this stream is still writing; whoever waits for the stream has them."""
+    """Gradients depend on numbers that this stream is still writing; waiting for the stream is enough to read
+    them.
+    """
     tensors = leaves(torch.bfloat16)
     expected = step_of(call, tensors)
     with gpu.written_late(tensors) as late:
@@ -242,7 +244,7 @@ def test_compiled_steps(cuda_kernel: str) -> None:
     torch._dynamo.reset()
 
 
-#: Layers with what they are given besides x; torch's default device stays the CPU throughout.
+#: Layers with the calls of them; torch's default device stays the CPU throughout.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "SelfAttention": (lambda: SelfAttention(32, 16, 24), lambda layer, x: layer(x)[0]),
     "MultiHeadSelfAttention": (
@@ -267,7 +269,7 @@ def test_layers_train_on_either_device_alike(name: str, cuda_kernel: str) -> Non
     make, apply = LAYERS[name]
     layer, x = make(), torch.randn(2, 20, 32)
     twin, exact = copy.deepcopy(layer).cuda(), copy.deepcopy(layer).double()
-    with backends.use(""):  # the GPU's kernels are none of the CPU's
+    with backends.use(""):  # the CPU has none of the GPU's kernels
         apply(layer, x).double().square().sum().backward()
         apply(exact, x.double()).square().sum().backward()
     apply(twin, x.cuda()).double().square().sum().backward()
@@ -279,7 +281,7 @@ def test_layers_train_on_either_device_alike(name: str, cuda_kernel: str) -> Non
 
 
 def peak(call: Callable[[], object]) -> int:
-    """The bytes that a call takes at most beyond what is there already."""
+    """The most bytes that a call allocates beyond those in use before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -313,7 +315,8 @@ def test_memory_of_the_backward_does_not_grow_with_the_square_of_the_length(
         extra.append(
             peak(lambda out=out, learned=learned, to=cotangent: torch.autograd.grad(out, learned, to))
         )
-    # Gradients, and some numbers per row and per block; a matrix of scores would have grown sixteenfold.
+    # Gradients, and some numbers per row and per block, are allowed; a matrix of scores would have grown
+    # sixteenfold.
     assert extra[1] <= 4.5 * extra[0]
 
 
@@ -324,7 +327,8 @@ def test_memory_of_a_mask_gradient_is_that_of_the_gradient(cuda_kernel: str) -> 
     out = scaled_dot_product_attention(*points, mask)
     cotangent = torch.randn_like(out)
     extra = peak(lambda: torch.autograd.grad(out, mask, cotangent))
-    # One matrix of 32, beside the gradients of query, key and value, which the operator always gives.
+    # One matrix of 32 is allowed besides the gradients of query, key and value, which the operator always
+    # returns.
     gradients = sum(point.nbytes for point in points)
     assert extra <= 1.25 * mask.nbytes + gradients + 32 * 2**20
 
@@ -336,7 +340,7 @@ def test_memory_is_given_back(cuda_kernel: str) -> None:
     before = torch.cuda.memory_allocated()
     for call in CALLS.values():
         step_of(call, tensors)
-    # autograd's thread of the device still holds what it computed last when the caller goes on.
+    # autograd's thread of the device may still hold its last results when the caller goes on.
     for _ in range(100):
         if torch.cuda.memory_allocated() == before:
             break

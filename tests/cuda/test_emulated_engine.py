@@ -1,7 +1,7 @@
 """The operators on CUDA tensors without a GPU.
 
-The CUDA half of csrc/ops runs on the kernels of simulators/cuda_emulator and on a device in memory of the
-host.
+The CUDA half of csrc/ops runs on the kernels of simulators/cuda_emulator, and on a device in the host's
+memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import sys
 import pytest
 from cuda_emulator import build
 
-#: Copies of itself, as starting a process takes longer, write a byte each, so many bytes from the beginning
-#: of a result of 64. Says after the report of each whether it has ended as it should.
+#: Copies of this process each write a byte, so many bytes from the beginning of a result of 64 bytes;
+#: starting new processes would take longer. After the report of each copy, the program says whether the copy
+#: has ended without an error.
 WRITES = """
 import ctypes, os, sys, torch
 from selfattn_ext import ops
@@ -30,7 +31,7 @@ for at in sys.argv[1:]:
 
 
 def calls_of(module: str) -> int:
-    """Runs a module of simulators/cuda_emulator on the device; how many calls the device has had."""
+    """Runs a module of simulators/cuda_emulator on the device, and returns how many calls the device had."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"cuda_emulator.{module}"],
         env=build.environment(build.build("device")),

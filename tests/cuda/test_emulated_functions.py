@@ -1,6 +1,6 @@
 """Functions of scores inside the CUDA kernels, in the emulator.
 
-They are compiled with the headers that NVRTC gets, and run in memory of this process.
+They are compiled with the headers that NVRTC gets, and run in the memory of this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIM = 24
 
 
 class Problem(ctypes.Structure):
-    """As in simulators/cuda_emulator/function_kernels.cpp."""
+    """The structure of the same name in simulators/cuda_emulator/function_kernels.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("is_half", "batch", "heads", "queries", "keys", "dim")),
@@ -39,7 +39,7 @@ class Problem(ctypes.Structure):
 
 
 def function_arguments(traced: Traced) -> bytes:
-    """FunctionArguments: what FunctionKernels::arguments_of makes for a launch."""
+    """The bytes of FunctionArguments, as FunctionKernels::arguments_of makes them for a launch."""
     dims, parts = most_dims(traced.function), b""
     for tensor in traced.tensors:
         rest = [0] * (dims - tensor.dim())
@@ -69,13 +69,15 @@ def library(name: str, variant: str) -> ctypes.CDLL:
 
 
 def run(name: str, dtype: torch.dtype, variant: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Query, key and value, and what the kernels compute of them: out, their gradients, what is learned."""
+    """Query, key and value; and what the kernels compute: out and the gradients, those of captured tensors
+    included.
+    """
     traced = made(name)[1]
     torch.manual_seed(5)
     given = [torch.randn(*SIZES[:2], rows, DIM).to(dtype) for rows in (*SIZES[2:], SIZES[3])]
     out, *grads = (torch.full_like(tensor, torch.nan) for tensor in (given[0], *given))
     row_max, row_sum = torch.full((2, *SIZES[:3]), torch.nan).unbind()
-    grad_out = (torch.arange(DIM) % 5 - 1).to(dtype).expand(out.shape).contiguous()  # as `gradients` has it
+    grad_out = (torch.arange(DIM) % 5 - 1).to(dtype).expand(out.shape).contiguous()  # as in `gradients`
     counts = [
         tensor.numel() if wanted else 0
         for tensor, wanted in zip(traced.tensors, traced.wanted(), strict=True)
@@ -103,7 +105,7 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
 @turns.only_in(0, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["simt", "sm80"])
 def test_without_races_and_with_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SELFATTN_EMULATOR_SCHEDULE", "random")  # which is read when the library is first used
+    monkeypatch.setenv("SELFATTN_EMULATOR_SCHEDULE", "random")  # the library reads it at its first use
     for found, expected in zip(
         *(run("graph_distances", dtype, it)[1] for it in ("race", "plain")), strict=True
     ):

@@ -30,15 +30,16 @@ CASES = (
     "hopper_cases",
     "hopper_backward_cases",
 )
-#: What sm90 does not leave to others; sm80 leaves tangents to simt.
+#: Modules whose cases sm90 computes itself. (sm80 leaves tangents to simt.)
 OF_SM90 = ("hopper_cases", "hopper_backward_cases", "sequence_cases")
 
-#: Order of threads and time of asynchronous copies, as a device hardly ever would: threads in any order,
-#: copies at the last moment. All cases run so, and every sixth under the others.
+#: An order of threads and a time of asynchronous copies that a device hardly ever has: threads in random
+#: order, copies at the last moment. All cases run under it, and every sixth case under the others.
 MAIN = "random:late"
 OTHERS = ["fifo:eager", "lifo:late", "sticky:random"]
 OTHERS_EVERY = 6
-#: Of how many cases, which take longest, make test runs one. The rest run beside the sanitizers.
+#: `make test` runs one of so many cases of the modules that take longest. The other cases run with the
+#: sanitizers.
 SHARE = {
     "forward_cases": 2,
     "backward_cases": 6,
@@ -50,7 +51,8 @@ SHARE = {
 }
 RACE = "fifo:late"
 ASAN = "sticky:late"
-#: Of how many cases one runs under these two, which slow it down most, and the first of them.
+#: Under the race detector and AddressSanitizer, which slow them down most, one of so many cases runs, from
+#: this one on.
 SLOWED = {
     "forward_cases": (9, 0),
     "backward_cases": (9, 0),
@@ -60,11 +62,12 @@ SLOWED = {
     "hopper_cases": (12, 6),
     "hopper_backward_cases": (6, 3),
 }
-#: Million products of the largest case that does.
+#: Millions of products in the largest case that runs under these two.
 MOST = 7
 
-#: Existing tests that say something about a kernel that is forced, and pytest's expression for which of them
-#: run, in turns. A line's modules share a process, as starting one takes longer than most of them.
+#: Existing tests that say something about a forced kernel, and pytest's expression that selects some of them;
+#: the lists take turns. Modules of a line share a process, because starting one takes longer than most of
+#: them.
 CHOSEN: list[list[tuple[str, str]]] = [
     [
         (
@@ -73,11 +76,12 @@ CHOSEN: list[list[tuple[str, str]]] = [
         ),
     ],
     [
-        # A number for each row, one for each column, and one for all.
+        # There is a number for each row, one for each column, or one for all.
         ("test_mask_sums.py", "float32 and (2x4x70x1- or 1x1x1x1030- or 1x1x1x1-)"),
     ],
     [
-        # The emulator has one thread, and that runs give the same bits is what schedules are for.
+        # Tests of threads are left out, because the emulator has one thread, and schedules show that bits
+        # stay the same.
         (
             "test_edge_cases.py test_determinism.py test_dropout.py test_batch_invariant.py",
             "not threads and not another_parallel_region and "
@@ -101,7 +105,7 @@ def environment(kernel: str, schedule: str, variant: str = "plain") -> dict[str,
 
 
 def lines(cases: str, environment: dict[str, str], *choice: object) -> list[str]:
-    """What a module of cases prints: a line for each with the digest of its results at the end."""
+    """The output of a module of cases: a line for each case, with the digest of its results at the end."""
     run = subprocess.run(
         [sys.executable, "-m", f"cuda_emulator.{cases}", *map(str, choice)],
         env=environment,
@@ -112,12 +116,12 @@ def lines(cases: str, environment: dict[str, str], *choice: object) -> list[str]
     assert run.returncode == 0, (
         "\n".join(line for line in run.stdout.splitlines() if "FAILED" in line) + run.stderr
     )
-    # A kernel that never ran proves nothing: every process reports the shared memory that it has read.
+    # A kernel that never ran proves nothing, so every process reports the shared memory that it has read.
     kernel = environment["SELFATTN_KERNEL"]
     assert ("products of warpgroups" in run.stderr) == (kernel == "sm90")
     for report in run.stderr.split("cuda emulator: shared memory\n")[1:] or [""]:
         ran_sm80 = "multiply.cuh" in report or "load_matrix" in report
-        assert ran_sm80 == (kernel == "sm80") or kernel == "sm90"  # which leaves some calls to it
+        assert ran_sm80 == (kernel == "sm80") or kernel == "sm90"  # sm90 leaves some calls to sm80
     return run.stdout.splitlines()
 
 
@@ -137,15 +141,15 @@ def digests(
 
 
 def slowed(cases: str, kernel: str, schedule: str, variant: str, **variables: str) -> dict[str, str]:
-    """The digests of the cases that run under the sanitizers. Nobody judges them: other tests judge the bits
-    that the plain build computes.
+    """The digests of the cases that run under the sanitizers. They are not judged here: other tests judge the
+    bits that the plain build computes.
     """
     return digests(cases, kernel, schedule, *SLOWED[cases], MOST, "--again", variant=variant, **variables)
 
 
 @functools.cache
 def of_plain_build(cases: str, kernel: str) -> dict[str, str]:
-    """What the sanitizers' builds must compute."""
+    """The digests that the sanitizers' builds must have, too."""
     return slowed(cases, kernel, MAIN, "plain")
 
 
@@ -175,7 +179,9 @@ def test_every_case_is_accurate(of: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(("queries", "folded"), [(17, True), (100, False), (129, False)])
 def test_heads_that_share_keys_are_folded(queries: int, folded: bool) -> None:
-    """Where that saves items of work. Results do not tell, but such queries are copied without a box."""
+    """Heads are folded where that saves items of work. Results do not show it, but only folded queries are
+    copied without a box.
+    """
     program = f"""
 from cuda_emulator import plugin
 import selfattn_ext, torch
@@ -197,7 +203,7 @@ selfattn_ext.scaled_dot_product_attention(query, query[:, :1], query[:, :1], ena
 @pytest.mark.thorough
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_schedules_do_not_change_a_bit(of: tuple[str, str]) -> None:
-    """Those of the main one are accurate, as other tests say of the same cases."""
+    """The bits are those of the main schedule, for which other tests say that the cases are accurate."""
     cases, kernel = of
     others = turns.chosen(OTHERS)
     run = environment(kernel, MAIN)
@@ -214,7 +220,7 @@ def test_schedules_do_not_change_a_bit(of: tuple[str, str]) -> None:
 @pytest.mark.sanitizers
 @pytest.mark.parametrize("of", of_each(SHARE))
 def test_the_other_cases_are_accurate(of: tuple[str, str]) -> None:
-    """Those that make test leaves out, a share of them in each turn."""
+    """These are the cases that `make test` leaves out, a share of them in each turn."""
     cases, kernel = of
     for first in turns.chosen(range(1, SHARE[cases])):
         assert len(digests(cases, kernel, MAIN, SHARE[cases], first)) > 5

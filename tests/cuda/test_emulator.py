@@ -1,6 +1,7 @@
 """The CUDA emulator itself: a small wrong kernel causes each of its reports.
 
-Each is wrong in one way (simulators/cuda_emulator/programs/wrong_kernels.cu), and corrected it causes none.
+Each kernel of simulators/cuda_emulator/programs/wrong_kernels.cu is wrong in one way; corrected, it causes no
+report.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def test_shared_memory_holds_nan_at_first(plain: Path) -> None:
 
 
 def test_a_write_within_the_last_page_is_seen(plain: Path) -> None:
-    """Memory ends in the middle of what its alignment takes: no page ends there."""
+    """The memory ends within the bytes that its alignment takes, so no page ends there."""
     result = run(plain, "write_beyond_shared", "right", "260")
     assert result.returncode == 0, result.stdout
     result = run(plain, "write_beyond_shared", "right", "252")
@@ -131,7 +132,7 @@ def test_shared_memory_has_the_size_of_the_device(plain: Path) -> None:
 
 
 def test_bank_conflicts_are_counted(plain: Path) -> None:
-    """Two warps load four matrices each: one wavefront per matrix where rows are swizzled, else 8."""
+    """Two warps load four matrices each: one wavefront per matrix if rows are swizzled, else 8."""
     for way, wavefronts in (("right", 8), ("wrong", 64)):
         report = run(plain, "columns_of_rows", way, banks="1").stderr
         assert re.search(rf"load_matrix_x4 at {PLACE}: 8 accesses, {wavefronts} wavefronts", report), report
@@ -149,7 +150,9 @@ RECORDINGS = sorted([*probe.GOLDEN.glob("*.npz"), *probe.ORACLE.glob("*.npz")])
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_wrappers_answer_as_recorded(path: Path, answering: Path) -> None:
-    """Those of devices (golden) and of a published model of tensor cores (oracle), to the bit."""
+    """The emulator gives the recorded answers of devices (golden) and of a model of tensor cores (oracle), to
+    the bit.
+    """
     recording = probe.load(path)
     environment = {**os.environ, "SELFATTN_EMULATOR_CAPABILITY": str(recording.capability)}
     count = recording.results.shape[-1]
@@ -158,7 +161,7 @@ def test_wrappers_answer_as_recorded(path: Path, answering: Path) -> None:
 
 
 def test_recordings_are_not_trivial() -> None:
-    """Truncation matters: the two generations of the oracle differ."""
+    """The two generations of the oracle differ, so truncation matters."""
     for wrapper in ("multiply_bfloat16", "multiply_float16"):
         old, new = (probe.load(probe.ORACLE / f"{wrapper}-{capability}.npz") for capability in (80, 90))
         assert (old.operands == new.operands).all()
@@ -168,14 +171,16 @@ def test_recordings_are_not_trivial() -> None:
 def test_every_wrapper_has_a_probe(answering: Path) -> None:
     header = (build.CSRC / "cuda" / "common" / "ptx_sm80.cuh").read_text(encoding="utf-8")
     defined = set(re.findall(r"__device__ __forceinline__ \w+ (\w+)\(", header))
-    # What has an effect together with a copy only, and what returns its argument.
+    # These have an effect only together with a copy, or return their argument.
     without = {"shared_address", "copy_async_commit", "copy_async_wait", "opaque"}
     assert defined - without == set(probe.wrappers(answering))
 
 
 @pytest.mark.parametrize("wrapper", probe.DROPPED_BITS)
 def test_numbers_that_are_rounded_include_ties(wrapper: str) -> None:
-    """Half of them even where they are cut, half odd: only they tell rounding to even from away from zero."""
+    """Half of the numbers are even where they are cut, and half are odd: only such numbers tell rounding to
+    even from rounding away from zero.
+    """
     dropped = probe.DROPPED_BITS[wrapper]
     words = probe.operands_of(wrapper, 2)
     tie = words & ((1 << dropped) - 1) == 1 << (dropped - 1)
@@ -184,7 +189,7 @@ def test_numbers_that_are_rounded_include_ties(wrapper: str) -> None:
 
 
 def test_golden_files_can_be_recorded(answering: Path, tmp_path: Path) -> None:
-    """With the emulator in the place of a device: every wrapper answers, and answers the same again."""
+    """The emulator takes the place of a device: every wrapper answers, and answers the same again."""
     for path in probe.record(answering, tmp_path):
         recording = probe.load(path)
         assert recording.source == "emulator"

@@ -1,7 +1,7 @@
 """The emulator's models of Hopper's instructions.
 
-Every form of a product and of a copy is compared with a plain computation. A small kernel that is wrong in
-one way (simulators/cuda_emulator/programs/hopper) causes each report, and corrected it causes none.
+Every form of a product and of a copy is compared with a plain computation. Small kernels, wrong in one way
+each (simulators/cuda_emulator/programs/hopper), cause each report; corrected, they cause none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPORTS = {
     "not_released": rf"deadlock(.*\n)*.*{BARRIER} is in phase 0, which lacks 256 of 256 arrivals",
     "box_misaligned": rf"gives copy_box_async {AT} an address that is not aligned to 1024 bytes",
     "box_beyond_shared": rf"gives copy_box_async {AT} the byte 32768 of 33792 bytes of shared memory",
-    "map_is_none": rf"gives copy_box_async {AT} a tensor map that is none of four",
+    "map_is_none": rf"gives copy_box_async {AT} a tensor map without four",
     "copy_not_waited_for": rf"nobody has waited for the copy of copy_box_async {AT} to {BARRIER}",
     "products_without_fence": rf"comes to product_async {AT} without any products_fence\(\)",
     "products_without_second_fence": rf"comes to product_async {AT} without products_fence\(\) since",
@@ -99,7 +99,7 @@ def everyone() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_results(schedule: str) -> None:
     """Products of each number of columns, in both types, with each form of operands; boxes in the tensor,
-    across its edges and beyond; a chain of products that overlap.
+    across its edges and beyond it; a chain of products that overlap.
     """
     judge_results(build.build("hopper_results"), schedule)
 
@@ -165,7 +165,7 @@ def test_late_copies_and_products_show_a_missing_wait(kernel: str, plain: Path) 
 
 
 def test_models_have_the_signatures_of_the_wrappers() -> None:
-    """Names, template parameters and parameters, but for the place of the call that a model gets last."""
+    """Names, template parameters and parameters, without the place of the call, which a model takes last."""
 
     def signatures(text: str, function: str) -> set[str]:
         found = re.findall(rf"(template <[^>]*>)?\n*{function} (\w+ \w+\(.*?\)) \{{", text, re.DOTALL)
@@ -176,9 +176,10 @@ def test_models_have_the_signatures_of_the_wrappers() -> None:
     wrappers = (build.CSRC / "cuda" / "common" / "ptx_sm90.cuh").read_text(encoding="utf-8")
     models = (build.EMULATOR / "ptx_sm90_model.h").read_text(encoding="utf-8")
     models = models[models.index("namespace selfattn::cuda::ptx") :]
-    models = re.sub(r"(>|\n)\nvoid ", r"\1\ninline void ", models)  # templates need not say it
+    models = re.sub(r"(>|\n)\nvoid ", r"\1\ninline void ", models)  # templates need not say inline
     wanted = signatures(wrappers, "__device__ __forceinline__")
-    wanted = {one for one in wanted if not re.search(r"shared_address_of\(|matrix_at\(", one)}  # of wrappers
+    # Only wrappers use these two.
+    wanted = {one for one in wanted if not re.search(r"shared_address_of\(|matrix_at\(", one)}
     assert len(wanted) == 20
     assert wanted - signatures(models, "inline") == set()
 
@@ -193,7 +194,7 @@ def test_other_devices_have_none_of_these_instructions(plain: Path) -> None:
 
 
 def test_the_driver_refuses_strides(plain: Path) -> None:
-    """One that is not a multiple of 16 bytes."""
+    """The size is not a multiple of 16 bytes."""
     done = run(plain, "map")
     assert done.returncode == 1
     assert "CUDA's driver cannot make a map of a tensor with the sizes 64, 256, 1, 1" in done.stdout

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_run.py as far as that goes without a GPU: rows measured on the CPU, the table, the cases."""
+"""benchmarks/gpu_run.py without a GPU: rows measured on the CPU, the table, the cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOMENT = timer.Effort(seconds=0.0, min_rounds=3)
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The modules behind benchmarks/gpu_run.py."""
+    """The modules that benchmarks/gpu_run.py uses."""
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -93,7 +93,7 @@ def test_batches_of_several_lengths_on_the_cpu(modules: SimpleNamespace, session
     assert set(paged.timings) == {"selfattn_ext"}
     for row in (packed, contiguous, paged):
         assert row.refused["varlen"] == "torch.nn.attention.varlen computes only on CUDA"
-    # Query, key, value and output once for each of three passes.
+    # Query, key, value and output are moved once for each of three passes.
     assert modules.peak.moved_bytes(packed.line.case) == 3 * 4 * (20 + 9) * 2 * 8 * 4
 
 

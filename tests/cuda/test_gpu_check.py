@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh as far as that goes without a GPU: which steps run, what is kept, when it fails."""
+"""scripts/gpu_check.sh without a GPU: which steps run, what is kept, when it fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = ["build", "hopper", "test", "device", "suite", "check", "golden", "bench
 
 Check = Callable[..., subprocess.CompletedProcess[str]]
 
-#: Stands for Python: tells its arguments, fails or hangs where it is told to.
+#: This stands for Python: it prints its arguments, and fails or hangs where variables say so.
 PYTHON = """#!/bin/sh
 case "$*" in
   -c*) echo 90a ;;
@@ -28,7 +28,7 @@ case "$*" in
 esac
 """
 
-#: Stands for nvcc: tells its arguments, and makes programs that say what ANSWER says.
+#: This stands for nvcc: it prints its arguments, and makes programs that print ANSWER.
 NVCC = """#!/bin/sh
 echo "nvcc $*"
 for program in "$@"; do :; done
@@ -101,7 +101,7 @@ def test_steps_run_in_order_and_once(check: Check, tmp_path: Path) -> None:
     assert "arch=compute_90a,code=sm_90a simulators/cuda_emulator/programs/probe.cu" in run.stdout
     assert re.search(r"^python simulators/cuda_emulator/probe.py \S+/probe \S+/golden$", run.stdout, re.M)
     assert re.search("^golden +passed", run.stdout, re.M)
-    # One log for all calls.
+    # There is one log for all calls.
     assert sorted(path.name for path in out.iterdir()) == ["golden.tar", "log.txt"]
     assert (out / "log.txt").read_text().count("=== summary") == 7
 

@@ -37,7 +37,7 @@ CLASSES = (
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[SimpleNamespace]:
-    """The modules behind benchmarks/gpu_model.py."""
+    """The modules that benchmarks/gpu_model.py uses."""
     sys.path.insert(0, str(FOLDER))
     import gpu_model
     import gpu_model_cases
@@ -53,8 +53,9 @@ def model() -> Iterator[SimpleNamespace]:
 
 
 def line(kernel: str, blocks: int = 1, **changes: Any) -> dict[str, Any]:
-    """A line of the machine's file; further arguments: instructions by class, sectors that are copied, read,
-    and loaded by blocks, and the least wavefronts."""
+    """A line of the machine's file. Arguments are instructions by class; the sectors that are copied, read,
+    and loaded by blocks; and the least wavefronts.
+    """
     traffic = {
         name: {"accesses": 0, "bytes": 0, "sectors": 0} for name in ("load", "store", "copy", "atomic")
     }
@@ -101,7 +102,7 @@ def test_names(signature: str, name: str, model: SimpleNamespace) -> None:
 
 
 def test_published_rates_agree(model: SimpleNamespace) -> None:
-    """An mma is a whole number of cycles: the peak, the clock and the multiprocessors belong together."""
+    """An mma takes a whole number of cycles, so peak, clock and number of multiprocessors fit together."""
     cycles = {}
     for device in model.limits.DEVICES:
         of_one = device.tensor / device.multiprocessors / device.clock
@@ -114,7 +115,7 @@ def test_published_rates_agree(model: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("changes", "resource", "seconds"),
     [
-        # Cycles of one of 108 multiprocessors at 1.41 GHz.
+        # These are cycles of one of 108 multiprocessors at 1.41 GHz.
         ({"mma_bfloat16": 108_000}, "tensor", 2000 / 1.41e9),
         ({"float32": 108_000}, "float", 500 / 1.41e9),
         ({"float64": 108_000}, "float", 1000 / 1.41e9),
@@ -133,7 +134,8 @@ def test_a_resource_alone(
     bound = model.limits.bound(counts, model.limits.A100)
     assert bound.resource == resource
     assert bound.least == pytest.approx(seconds, rel=1e-3)
-    assert sum(bound.share(name) for name in model.limits.RESOURCES) < 1.51  # issue beside it, at most half
+    # Issuing instructions adds half of the time at most.
+    assert sum(bound.share(name) for name in model.limits.RESOURCES) < 1.51
 
 
 def test_few_blocks_use_few_multiprocessors(model: SimpleNamespace) -> None:
@@ -152,7 +154,7 @@ def test_integers_are_not_counted_as_issued(model: SimpleNamespace) -> None:
 
 
 def quadratic(length: int, heads: int) -> dict[str, int]:
-    """Of a mask all heads read the same sectors."""
+    """All heads read the same sectors of a mask."""
     return {
         "mma_bfloat16": heads * (3 * length**2 + 5 * length),
         "copied": heads * 2 * length,
@@ -161,8 +163,9 @@ def quadratic(length: int, heads: int) -> dict[str, int]:
 
 
 def counts_of(model: SimpleNamespace, shape: Any, wrong: str = "") -> dict[str, Any]:
-    """Of the shape's runs, by what the machine would write, with launches of torch; the run `wrong` has more
-    than it should."""
+    """The counts of the shape's runs, as the machine would write them, with launches of torch; the run
+    `wrong` has more than it should.
+    """
     lines: list[dict[str, Any]] = []
     for run in (*shape.counted(), *shape.checked()):
         more = 1.1 if str(run) == wrong else 1.0

@@ -1,4 +1,4 @@
-"""The tests of the package once more with their tensors on the GPU; see gpu.py."""
+"""The tests of the package once more with their tensors on the GPU; see tests/support/gpu.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the PTX machine counts for each launch, on kernels whose counts are known by hand
-(simulators/ptx_machine/programs/counts.cu).
+"""The PTX machine's counts of each launch, on kernels whose counts are known by hand. The kernels are in
+simulators/ptx_machine/programs/counts.cu.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ pytestmark = [
     pytest.mark.xdist_group("ptx_machine"),
 ]
 
-BLOCKS, WARPS = 3, 6  # of a launch, in all its blocks
-#: What the compiler adds to the statements that are counted.
+BLOCKS, WARPS = 3, 6  # of a launch; WARPS in all its blocks
+#: Classes of instructions that the compiler adds to the counted statements.
 OF_THE_COMPILER = {"integer", "move", "parameter", "comparison", "branch"}
 NOTHING = {"accesses": 0, "bytes": 0, "sectors": 0}
 
-#: Instructions of a launch, without those of the compiler.
+#: Instructions of a launch, without those that the compiler adds.
 INSTRUCTIONS = {
     "coalesced": {"global_load": WARPS, "global_store": WARPS},
     "strided": {"global_load": 2 * WARPS},
@@ -41,7 +41,7 @@ INSTRUCTIONS = {
         "shuffle": WARPS,
         "atomic": BLOCKS,
     },
-    # A thread has 8 numbers. All but their last pieces are subtracted from them.
+    # A thread has 8 numbers, from which all pieces except the last are subtracted.
     "pieces": {
         "global_load": 2 * WARPS,
         "conversion": 3 * 4 * WARPS,
@@ -62,7 +62,7 @@ TRAFFIC = {
         "load": {"accesses": WARPS, "bytes": WARPS * LINE, "sectors": WARPS * 4},
         "store": {"accesses": WARPS, "bytes": WARPS * LINE, "sectors": WARPS * 4},
     },
-    # One sector for each lane, and 16 of 512 bytes.
+    # The first load has a sector for each lane, the second has 16 for its 512 bytes.
     "strided": {"load": {"accesses": 2 * WARPS, "bytes": WARPS * 5 * LINE, "sectors": WARPS * (32 + 16)}},
     "conflicted": {},
     # Half of the warps read; one lane of each block adds.
@@ -73,7 +73,7 @@ TRAFFIC = {
     "pieces": {"load": {"accesses": 2 * WARPS, "bytes": 2 * WARPS * 512, "sectors": 2 * WARPS * 16}},
     "arithmetic": {"store": {"accesses": WARPS, "bytes": WARPS * LINE, "sectors": WARPS * 4}},
 }
-#: Different sectors: all blocks read the same ones.
+#: Different sectors; all blocks read the same ones.
 SECTORS = {
     "coalesced": {"read": 8, "written": BLOCKS * 8, "loaded_by_blocks": BLOCKS * 8},
     "strided": {"read": 64 + 32 - 8, "written": 0, "loaded_by_blocks": BLOCKS * (64 + 32 - 8)},
@@ -84,9 +84,9 @@ SECTORS = {
 }
 #: An access of 16 bytes by 32 lanes counts as four. Pieces of float32 have no bank conflicts.
 SHARED = {
-    # A store of 32 wavefronts, a load of one, and one whose four parts need the same words.
+    # There is a store of 32 wavefronts, a load of one, and a load whose four parts need the same words.
     "conflicted": {"accesses": WARPS * 6, "wavefronts": WARPS * (32 + 1 + 4), "least": WARPS * (32 + 1 + 1)},
-    # 8 bytes a lane count as two.
+    # An access of 8 bytes a lane counts as two.
     "pieces": {"accesses": WARPS * 12, "wavefronts": WARPS * 12, "least": WARPS * 12},
     "tensor": {"accesses": WARPS * 8, "wavefronts": WARPS * 8, "least": WARPS * 8},
 }
@@ -106,7 +106,7 @@ def counts_of(program: Path, kernel: str, file: Path, **variables: str) -> list[
 @pytest.mark.parametrize("kernel", INSTRUCTIONS)
 def test_counts_of_a_launch(kernel: str, program: Path, tmp_path: Path) -> None:
     first, second = counts_of(program, kernel, tmp_path / "counts.json")
-    assert first == second  # of each launch, not of all so far
+    assert first == second  # counts are for each launch, not for all so far
     assert f"::{kernel}(" in first["kernel"]
     assert (first["grid"], first["block"], first["dynamic_shared"]) == ([BLOCKS, 1, 1], [64, 1, 1], 8192)
     counted = {name: count for name, count in first["instructions"].items() if count}

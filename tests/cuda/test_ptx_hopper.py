@@ -1,7 +1,6 @@
-"""The PTX machine's Hopper: mbarriers, copies by tensor maps, products of warpgroups, registers that warps
-hand over. Results are those of plain loops on the host, and what is wrong in small kernels is reported.
-
-These need nvcc, and no torch with CUDA.
+"""The PTX machine's Hopper: mbarriers, copies by tensor maps, products, registers handed over. Results are
+compared with plain loops on the host, and errors in small kernels are reported. These tests need nvcc, but no
+torch with CUDA.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def differences(result: subprocess.CompletedProcess[str]) -> dict[str, int]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("test", "count"), [("products", 72), ("boxes", 8)])
 def test_results(test: str, count: int, schedule: int, races: int, copies: str, hopper: Path) -> None:
-    """Products of every width, both types, the left matrix in memory (turned or not) and in registers, the
-    right one turned or not; boxes across the edges of a tensor.
+    """Products of every width, in both types, with the left matrix in memory (turned or not) and in
+    registers, and the right one turned or not; boxes across the edges of a tensor.
     """
     found = differences(run(hopper, test, schedule=schedule, races=races, copies=copies))
     assert len(found) == count
@@ -83,7 +82,7 @@ def test_ptx_of_one_device_runs_there_alone(capability: int, found: int, hopper:
 
 
 def test_other_devices_trap(pipeline: Path) -> None:
-    """As ptx_sm90.cuh has it. Earlier ones have no tensor maps, either."""
+    """The definition is that of ptx_sm90.cuh. Earlier architectures have no tensor maps, either."""
     for capability in (80, 100):
         result = run(pipeline, capability=capability)
         assert result.returncode == 1
@@ -127,7 +126,7 @@ def test_products_and_boxes_are_counted(pipeline: Path, tmp_path: Path) -> None:
     run(pipeline, counts=tmp_path / "counts")
     counts = json.loads((tmp_path / "counts").read_text(encoding="utf-8"))
     tiles, bytes_of_tile = 7, 64 * 128
-    # Four products for each tile, worth eight of mma.m16n8k16 in each of eight warps.
+    # There are four products for each tile, worth eight of mma.m16n8k16 in each of eight warps.
     assert counts["instructions"]["mma_bfloat16"] == tiles * 4 * 8 * 8
     assert counts["instructions"]["copy"] == counts["copy"]["accesses"] == 3 * tiles
     assert counts["copy"]["bytes"] == 3 * tiles * bytes_of_tile
@@ -157,7 +156,7 @@ REPORTS = {
     "copy_beyond_shared": r"is outside of the 17408 bytes of shared memory",
     "copy_beyond_tensor": r"row 63 of a box, 128 bytes at .*, is outside of device memory, 32768 bytes",
     "copy_of_freed": r"row 0 of a box, .* is outside of device memory.*that has been freed",
-    "map_is_none": r"what a copy takes as a tensor map is none",
+    "map_is_none": r"the tensor map of a copy is not one",
     "map_in_local_memory": r"a kernel's parameter must be const and __grid_constant__",
     "copy_in_the_end": r"the block ends, and nobody has waited for this copy, (.*\n)*?.*cp\.async\.bulk",
     "products_fence_missing": r"the first product has no wgmma\.fence before it",
@@ -168,7 +167,7 @@ REPORTS = {
     "warps_with_other_matrices": r"another warp of the warpgroup has executed this with other operands",
     "warp_waits_before_product": r"deadlock; .*products that other warps of its warpgroup have not begun",
     "warpgroup_of_two": r"a warpgroup without four warps",
-    "matrix_not_swizzled": DESCRIPTOR + r"has not the 128-byte swizzle",
+    "matrix_not_swizzled": DESCRIPTOR + r"lacks the 128-byte swizzle",
     "matrix_beyond_shared": DESCRIPTOR + r"leads to byte 17408, outside of the 17408 bytes of shared memory",
     "matrix_within_pattern": DESCRIPTOR + r"begins within the eight rows of a pattern",
     "matrix_with_base_offset": DESCRIPTOR + r"has a base offset",
@@ -179,7 +178,7 @@ REPORTS = {
     "arrival_left_behind": r"the block ends, and 32 of 64 threads have come to barrier 3",
     "counts_differ": r"warps come to one barrier with different counts or operations",
 }
-#: Without it.
+#: What it says only without the race detector.
 WITHOUT_DETECTOR = {
     "expect_missing": r"the block ends, and nobody has waited for this copy",
     "full_wait_missing": r"an arrival beyond the count of|" + BEFORE_WAIT,
@@ -195,7 +194,7 @@ ON_ITS_WAY = r"nothing orders this and an asynchronous copy that is on its way .
 BY_COPY = r"nothing orders this and an asynchronous copy by the asynchronous proxy at " + PLACE
 UNFENCED = r"no fence\.proxy\.async is between this and a write by warp \d, lanes [\d,-]+ at " + PLACE
 UNWRITTEN = r"which nobody has written"
-#: With it.
+#: What it says only with the race detector.
 RACES = {
     "expect_missing": f"{ON_ITS_WAY}|{UNWRITTEN}",
     "full_wait_missing": f"{ON_ITS_WAY}|{UNWRITTEN}",

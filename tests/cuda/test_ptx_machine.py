@@ -1,9 +1,8 @@
 """The PTX machine itself: its reports, and the answers of every PTX wrapper.
 
 The emulator's small wrong kernels (simulators/cuda_emulator/programs/wrong_kernels.cu) cause the reports.
-Every wrapper answers as the emulator's model of it.
-
-These need nvcc, and no torch with CUDA. What runs under one is simulators/ptx_machine/run.py.
+Every wrapper answers as the emulator's model of it does. These tests need nvcc, but no torch with CUDA;
+simulators/ptx_machine/run.py runs the tests that need one.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ REPORTS = {
     "rows_beyond_shared": OUTSIDE,
     "copy_misaligned": r"a read of 16 bytes at 0x[0-9a-f]+, which is not aligned",
 }
-#: With the race detector.
+#: What it says with the race detector.
 RACES = {
     "neighbour_in_block": RACE.format("write") + "|" + UNWRITTEN,
     "neighbour_in_warp": RACE.format("write"),
@@ -73,7 +72,7 @@ def features() -> Path:
 
 
 def flags_for_one_device() -> list[str]:
-    """Of nvcc, for a program of which there is PTX for compute capability 8.0 alone."""
+    """The flags of nvcc for a program with PTX for compute capability 8.0 alone."""
     return [flag for flag in build.program_flags(emulator.CSRC) if "compute_75" not in flag]
 
 
@@ -137,7 +136,7 @@ def test_a_device_does_not_run_what_is_for_later_ones(tmp_path: Path) -> None:
 
 
 def test_bank_conflicts_are_counted(wrong_kernels: Path) -> None:
-    """Two warps load four matrices each: one wavefront per matrix where rows are swizzled, else 8."""
+    """Two warps load four matrices each: one wavefront per matrix if rows are swizzled, else 8."""
     for way, wavefronts in (("right", 8), ("wrong", 64)):
         report = run(wrong_kernels, "columns_of_rows", way, banks=1).stderr
         assert re.search(rf"ptx_sm80\.cuh:\d+ in .*{SOURCE}: 8 accesses, {wavefronts} wavefronts", report), (
@@ -150,7 +149,7 @@ def test_instructions_are_counted(wrong_kernels: Path) -> None:
     found = re.search(r"1 launches, (\d+) instructions of warps, (\d+) of (\d+) in the text", report)
     assert found is not None, report
     executed, reached, written = map(int, found.groups())
-    assert executed == 2 * reached  # by two warps that do not diverge
+    assert executed == 2 * reached  # two warps that do not diverge execute them
     assert 0 < reached <= written
 
 
@@ -192,7 +191,7 @@ def test_a_block_has_no_two_labels_of_a_name(features: Path, tmp_path: Path) -> 
 
 
 RACE_OF_FEATURES = RACE.replace("wrong_kernels", "features")
-#: What the machine says where these are used in a wrong way.
+#: What the machine says if these features are used wrongly.
 MISUSES = {
     "variables_beyond": r"is outside of (device memory|every memory)",
     "arrival_early": RACE_OF_FEATURES.format("(read|write)") + "|" + UNWRITTEN,
@@ -213,9 +212,9 @@ def test_misused_features(kernel: str, features: Path) -> None:
         assert re.search(MISUSES[kernel], wrong.stderr), wrong.stderr
 
 
-#: How nvcc compresses PTX: by itself LZ4 before 12.8, zstd since.
+#: How nvcc compresses PTX: its default is LZ4 before 12.8, and zstd since.
 COMPRESSIONS = ([], ["--compress-mode=speed"])
-#: The last header of a fatbin in a program is that of its kernels; 16 bytes on is its first entry.
+#: The last header of a fatbin in a program is that of its kernels; its first entry follows after 16 bytes.
 FATBIN = 0xBA55ED50.to_bytes(4, "little")
 
 
@@ -233,7 +232,7 @@ def test_compressed_ptx(compression: list[str], tmp_path: Path) -> None:
     assert result.stderr == ""
     assert list(map(int, result.stdout.split())) == FEATURES["calls"]
 
-    # With zeros in its midst nothing is executed, and the report says why.
+    # With zeros inside, nothing is executed, and the report says why.
     content = bytearray(program.read_bytes())
     entry = content.rindex(FATBIN) + 16
     header, compressed = (int.from_bytes(content[entry + n :][:4], "little") for n in (4, 16))
@@ -275,7 +274,9 @@ def words_of(wrapper: str, count: int) -> dict[str, probe.Words]:
     ],
 )
 def test_wrappers_answer_as_the_emulators_models(wrapper: str, capability: int) -> None:
-    """The text, operand order and constraints of inline PTX, which the emulator never sees."""
+    """The machine checks the text, operand order and constraints of inline PTX, which the emulator never
+    sees.
+    """
     models, machine = emulator.build("probe"), build.build("probe")
     assert wrapper in probe.wrappers(models)
     count, results = probe.wrappers(models)[wrapper]

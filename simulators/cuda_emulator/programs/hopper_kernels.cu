@@ -1,6 +1,6 @@
-// Small kernels with the instructions of ptx_sm90.cuh, wrong in one way each. They cause every report of the
-// emulator, in tests/cuda/test_emulator_hopper.py. `hopper_kernels NAME [right]` runs one, as it is or
-// corrected, and prints what it computed, or the report.
+// Small kernels with the instructions of ptx_sm90.cuh, each wrong in one way. In
+// tests/cuda/test_emulator_hopper.py they cause every report of the emulator. `hopper_kernels NAME [right]`
+// runs one, wrong or corrected, and prints its results or the report.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -100,7 +100,7 @@ TensorMap map_of(const uint16_t* rows, int64_t stride) {
 
 }  // namespace
 
-// `hopper_kernels NAME [right]`, or `hopper_kernels map`: a map that the driver refuses.
+// `hopper_kernels NAME [right]` runs a kernel; `hopper_kernels map` makes a map that the driver refuses.
 int main(int count, char** words) {
   auto* const rows = aligned_memory<uint16_t>(kTiles * kRows * 64);
   for (int n = 0; n < kTiles * kRows * 64; ++n)

@@ -21,8 +21,7 @@ using selfattn::cuda::TiledTensor;
 
 namespace {
 
-// How the left operand is given: in registers, or in shared memory with its rows or columns one after the
-// other.
+// How the left operand is given: in registers, or in shared memory by rows or by columns.
 enum class Left { kRegisters, kByColumns, kByRows };
 
 template <bool kBFloat16, int kColumns, Left kLeft, bool kRightTurned>
@@ -85,7 +84,7 @@ __global__ void multiply(const __grid_constant__ TensorMap a_map, const __grid_c
   }
 }
 
-// One box, as it lies in shared memory.
+// Copies one box and writes it as it lies in shared memory.
 __global__ void copy_one(const __grid_constant__ TensorMap map, int box_rows, int4 corner, uint32_t* out) {
   SELFATTN_DYNAMIC_SHARED(memory);
   unsigned char* const box = aligned(memory);
@@ -137,7 +136,7 @@ void wait_for_kernels() {
 #endif
 }
 
-// Small integers that repeat late.
+// Returns small integers whose sequence repeats late.
 int number_at(int n) { return (n * 37 + n / 11 * 5) % 9 - 4; }
 
 uint16_t bits_of(int number, bool bfloat16) {
@@ -285,10 +284,10 @@ int main() {
   try {
     test_box(0, 0, 0, 0, 8);
     test_box(0, 8, 1, 2, 32);
-    test_box(64, 0, 1, 1, 40);   // eight columns of 64
-    test_box(8, 30, 0, 2, 16);   // ten rows of 16
+    test_box(64, 0, 1, 1, 40);   // only eight of its columns are in the tensor
+    test_box(8, 30, 0, 2, 16);   // only ten of its rows are in the tensor
     test_box(-8, -3, 1, 0, 16);  // begins before the tensor
-    test_box(0, 0, 2, 0, 8);     // beyond it
+    test_box(0, 0, 2, 0, 8);     // lies beyond the tensor
     test_box(0, 0, 0, 3, 8);
     test_box(72, 40, 1, 1, 256);
     test_chain();

@@ -3,9 +3,9 @@
 // simulators/cuda_emulator/programs/probe.cu), whose answers become the emulator's golden files
 // (simulators/cuda_emulator/probe.py).
 //
-// `probe WRAPPER PROBLEMS` reads 32-bit words [problem][lane][operand] and writes [problem][lane][result];
-// `probe device` prints the compute capability and the name; `probe list` the wrappers with their numbers of
-// operands and results.
+// `probe WRAPPER PROBLEMS` reads 32-bit words [problem][lane][operand] and writes [problem][lane][result].
+// `probe device` prints the compute capability and the name; `probe list` prints the wrappers with the
+// numbers of their operands and results.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -51,8 +51,7 @@ __device__ void load_matrix(bool transposed, unsigned char* memory, const uint32
   for (int n = 0; n < 4; ++n) result[n] = registers[n];
 }
 
-// Operands: whether to copy, and four words that are not looked at if not. Results: the words in shared
-// memory.
+// Operands: whether to copy, and four words, which are ignored if not. Results: the words in shared memory.
 __device__ void copy(unsigned char* memory, const uint32_t* global, uint32_t valid, uint32_t* result) {
   ptx::copy_async_16(memory + kRowBytes * threadIdx.x, global, valid % 2 != 0);
   ptx::copy_async_commit();
@@ -74,7 +73,7 @@ const Wrapper kWrappers[] = {
 };
 constexpr int kWrapperCount = sizeof(kWrappers) / sizeof(kWrappers[0]);
 
-// One warp per problem; `which` is a place in kWrappers.
+// Each warp has one problem; `which` is a place in kWrappers.
 __global__ void probe(int which, int operands, int results, const uint32_t* in, uint32_t* out) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const size_t lane = size_t{blockIdx.x} * kLanes + threadIdx.x;
@@ -116,7 +115,7 @@ __global__ void probe(int which, int operands, int results, const uint32_t* in, 
 std::string device() { return "80 emulator"; }
 
 std::vector<uint32_t> run(int which, unsigned int problems, const std::vector<uint32_t>& in) {
-  // As aligned as device memory is.
+  // The words are aligned as device memory is.
   std::vector<uint4> aligned(in.size() / 4 + 1);
   std::memcpy(aligned.data(), in.data(), in.size() * sizeof(uint32_t));
   const Wrapper& wrapper = kWrappers[which];

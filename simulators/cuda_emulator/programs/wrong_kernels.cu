@@ -1,6 +1,6 @@
-// Small kernels, most of them wrong in one way each. They cause every report of the emulator, in
-// tests/cuda/test_emulator.py, and of the PTX machine, in tests/cuda/test_ptx_machine.py. `wrong_kernels
-// NAME` runs one and prints what it computed, or the report.
+// Small kernels, most of them wrong in one way each. They cause every report of the emulator
+// (tests/cuda/test_emulator.py) and of the PTX machine (tests/cuda/test_ptx_machine.py). `wrong_kernels NAME`
+// runs one and prints its results or the report.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -16,11 +16,11 @@ namespace {
 constexpr int kThreads = 64;
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
-// What the launches below share.
+// Arguments that all kernels below take.
 struct Arguments {
   const uint32_t* in;  // kThreads * 4 words, aligned to 16
   uint32_t* out;       // kThreads words
-  bool right;          // with the statement that the wrong kernel lacks
+  bool right;          // whether to execute the statement that the wrong kernel lacks
 };
 
 // Each thread reads what its neighbour in the block has written.
@@ -37,12 +37,12 @@ __global__ void neighbour_in_warp(Arguments arguments) {
   auto* words = reinterpret_cast<uint32_t*>(memory);
   words[threadIdx.x] = arguments.in[threadIdx.x];
   if (arguments.right) __syncwarp();
-  // Lanes proceed together here and still are not ordered.
+  // Lanes run in step here, but nothing orders them.
   __shfl_sync(kWholeWarp, 0, 0);
   arguments.out[threadIdx.x] = words[threadIdx.x ^ 1];
 }
 
-// The block overwrites a buffer that others still read.
+// The block overwrites a buffer that some of its threads still read.
 __global__ void buffer_reused(Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(memory);
   auto* words = reinterpret_cast<uint32_t*>(memory);
@@ -72,7 +72,7 @@ __global__ void copy_not_committed(Arguments arguments) {
   arguments.out[threadIdx.x] = reinterpret_cast<uint32_t*>(memory)[4 * threadIdx.x];
 }
 
-// Waited for by the thread that copies, but no barrier tells the others.
+// The thread that copies waits for its copy, but no barrier tells the others.
 __global__ void copy_without_barrier(Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(memory);
   ptx::copy_async_16(memory + 16 * threadIdx.x, arguments.in + 4 * threadIdx.x, true);
@@ -82,7 +82,7 @@ __global__ void copy_without_barrier(Arguments arguments) {
   arguments.out[threadIdx.x] = reinterpret_cast<uint32_t*>(memory)[4 * (kThreads - 1 - threadIdx.x)];
 }
 
-// A copy into a buffer that others still read.
+// A thread copies into a buffer that others still read.
 __global__ void copy_over_reads(Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(memory);
   auto* words = reinterpret_cast<uint32_t*>(memory);
@@ -102,7 +102,7 @@ __global__ void blocks_overlap(Arguments arguments) {
   arguments.out[threadIdx.x] = arguments.in[threadIdx.x];
 }
 
-// Lanes of one warp in two collectives.
+// Lanes of one warp come to two different collectives.
 __global__ void warp_diverges(Arguments arguments) {
   const bool half = threadIdx.x % 32 < 16 && !arguments.right;
   arguments.out[threadIdx.x] =
@@ -145,7 +145,7 @@ __global__ void copy_misaligned(Arguments arguments) {
   arguments.out[threadIdx.x] = 0;
 }
 
-// Nothing has been written: NaN, 0xffffffff.
+// Nothing has been written, so the memory holds NaN, 0xffffffff.
 __global__ void shared_memory_not_written(Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(memory);
   auto* words = reinterpret_cast<uint32_t*>(memory);
@@ -153,7 +153,7 @@ __global__ void shared_memory_not_written(Arguments arguments) {
   arguments.out[threadIdx.x] = words[threadIdx.x];
 }
 
-// Rows of 128 bytes: the 8 rows of a matrix share their banks unless their chunks are swizzled.
+// Rows have 128 bytes, so the 8 rows of a matrix share their banks unless their chunks are swizzled.
 __global__ void columns_of_rows(Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const int row = threadIdx.x % 8;

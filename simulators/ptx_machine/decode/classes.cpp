@@ -18,7 +18,7 @@ const char* const kNames[kInstructionClasses] = {
     "copy_wait",   "shuffle",      "vote",        "barrier",      "warp_barrier",   "branch",
 };
 
-// Those whose opcode is enough.
+// Classes of instructions for which the opcode is enough.
 const std::unordered_map<std::string, Class> kOfOpcode = {
     {"cvt", Class::kConversion},      {"mov", Class::kMove},        {"cvta", Class::kMove},
     {"ldmatrix", Class::kLoadMatrix}, {"setp", Class::kComparison}, {"selp", Class::kComparison},
@@ -32,7 +32,7 @@ const std::unordered_map<std::string, Class> kOfOpcode = {
 const std::set<std::string> kNoArithmetic = {
     "membar", "fence", "setmaxnreg", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "trap", "brkpt"};
 
-// Whether one of the types of a cvt is a float: "f32", "bf16x2", "e4m3x2".
+// Returns whether one of the types of a cvt is a float: "f32", "bf16x2", "e4m3x2".
 bool is_of_floats(const Statement& statement) {
   const std::string &to = statement.words.at(statement.words.size() - 2), &from = statement.type();
   const auto is_integer = [](const std::string& type) { return type[0] == 'u' || type[0] == 's'; };

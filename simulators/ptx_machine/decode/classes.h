@@ -1,4 +1,4 @@
-// What kind of work an instruction is, for counts: by the unit that a device has for it.
+// What kind of work an instruction is, for counts: by the unit of a device that does it.
 #pragma once
 
 #include "types.h"
@@ -9,8 +9,8 @@ struct Statement;
 
 enum class InstructionClass : u8 {
   kOther,          // fences, prefetches, hints
-  kMmaBfloat16,    // mma.m16n8k16, and wgmma by so many of them
-  kMmaFloat16,     // likewise
+  kMmaBfloat16,    // mma.m16n8k16; a wgmma counts as several of them
+  kMmaFloat16,     // the same in float16
   kFloat32,        // add, sub, mul, fma
   kFloat32Choice,  // min, max, neg, abs, copysign
   kFloat64,
@@ -32,16 +32,16 @@ enum class InstructionClass : u8 {
   kCopyWait,  // commit_group, wait_group, mbarrier
   kShuffle,
   kVote,     // vote, redux, activemask
-  kBarrier,  // of a block
+  kBarrier,  // barriers of a block
   kWarpBarrier,
   kBranch,  // ret and exit, too
 };
 constexpr int kInstructionClasses = static_cast<int>(InstructionClass::kBranch) + 1;
 
-// As it stands in files of counts: "mma_bfloat16".
+// Returns the name that files of counts have for it: "mma_bfloat16".
 const char* class_name(InstructionClass of);
 
-// Of a statement whose instruction has been chosen.
+// Returns the class of a statement whose instruction has been chosen.
 InstructionClass class_of(const Statement& statement);
 
 }  // namespace ptx_machine

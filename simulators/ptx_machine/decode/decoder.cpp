@@ -84,7 +84,7 @@ size_t Decoder::signature(const Module::Function& function, const std::vector<Pl
   while (!in.done()) {
     const char c = in.text[in.at];
     if (c == '{') {
-      // .maxnreg, else as many as all threads of as many blocks as were asked for can have.
+      // The number is that of .maxnreg, or else as many as each thread can have if the requested blocks fit.
       if (function.is_kernel && kernel_.registers_of_thread == 0 && has_most_threads_) {
         const u32 share = kRegistersOfMultiprocessor / (kernel_.most_threads * blocks_of_multiprocessor_);
         kernel_.registers_of_thread =
@@ -112,18 +112,18 @@ size_t Decoder::signature(const Module::Function& function, const std::vector<Pl
       if (word == "minnctapersm")
         blocks_of_multiprocessor_ = static_cast<u32>(std::max(std::atoi(rest.c_str()), 1));
       if (word == "maxnreg") kernel_.registers_of_thread = static_cast<u32>(std::atoi(rest.c_str()));
-    } else if (in.word().empty()) {  // else it was the name
+    } else if (in.word().empty()) {  // a word is the function's name
       fail(std::string("a signature with ") + c);
     }
   }
   fail("a function without a body");
 }
 
-// ".loc 1 12 3, function_name $name, inlined_at 2 34 5"
+// Reads ".loc 1 12 3, function_name $name, inlined_at 2 34 5".
 void Decoder::location(const std::string& text) {
   SourceLine place, outer;
   std::sscanf(text.c_str(), ".loc %u %u", &place.file, &place.line);
-  if (place.line == 0) return;  // of what the compiler added
+  if (place.line == 0) return;  // the compiler added this code
   const size_t inlined = text.find("inlined_at");
   if (inlined != std::string::npos)
     std::sscanf(text.c_str() + inlined, "inlined_at %u %u", &outer.file, &outer.line);
@@ -285,7 +285,7 @@ std::vector<Place> Decoder::places(const std::string& list) const {
   return result;
 }
 
-// call (result), name, (arguments)
+// Decodes "call (result), name, (arguments)".
 void Decoder::call(const std::string& text) {
   if (++calls_ > kMostOpenCalls) fail("calls that do not end");
   const std::vector<std::string> parts = split(text);

@@ -1,5 +1,5 @@
-// Decodes the text of a kernel to its instructions. Names become offsets of registers, labels become
-// positions, functions are written out at each call (there is no recursion).
+// Decodes the text of a kernel to its instructions. Names become offsets of registers, and labels become
+// positions. A function's body is repeated at each call, as there is no recursion.
 #pragma once
 
 #include <deque>
@@ -20,21 +20,21 @@ class Decoder {
   void run();
 
  private:
-  // A block of braces: its labels are known in it and in those within it.
+  // A block of braces. Its labels are known in it and in the blocks within it.
   struct Block {
     Block* outer = nullptr;
     std::unordered_map<std::string, u32> labels;
-    std::unordered_map<std::string, std::vector<std::string>> targets;  // of brx.idx
+    std::unordered_map<std::string, std::vector<std::string>> targets;  // lists of labels for brx.idx
   };
   struct Jump {
     u32 from;  // an instruction, or a table of brx.idx
     std::string label;
-    const Block* block;  // where it says so
+    const Block* block;  // the block that holds the jump
   };
-  // A function's body while it is decoded.
+  // A function's body while it is being decoded.
   struct Frame {
     bool called = false;
-    std::deque<Block> blocks = std::deque<Block>(1);  // which do not move
+    std::deque<Block> blocks = std::deque<Block>(1);  // a deque, so that blocks do not move
     Block* block = &blocks.front();
     std::vector<Jump> branches, tables;
     std::vector<u32> returns;
@@ -50,7 +50,7 @@ class Decoder {
                  size_t& used);
   void body(size_t begin, size_t end, bool called);
   void location(const std::string& text);
-  // A label or a list of labels; false where there is none.
+  // Reads a label or a list of labels; returns false if there is none.
   bool label(TextReader& in, Frame& frame);
   void resolve(const Frame& frame);
   void statement(const std::string& text, Frame& frame);
@@ -60,7 +60,7 @@ class Decoder {
   Guard guard(std::string& text) const;
   Instruction& add(Kind kind);
 
-  // operands.cpp
+  // These are in operands.cpp.
   Operand operand(const std::string& text);
   Operand address(const std::string& text);
   bool special_register(const std::string& text, Operand* result);
@@ -68,7 +68,7 @@ class Decoder {
 
   [[noreturn]] void fail(const std::string& what) const;
 
-  // Which instructions touch registers of products.
+  // Finds out which instructions touch registers of products.
   void find_touched();
 
   Module& module_;
@@ -78,8 +78,8 @@ class Decoder {
   std::unordered_map<std::string, u32> specials_;
   u32 line_ = 1;
   SourceLine source_, inlined_at_;
-  int calls_ = 0;  // that are open
-  // Instructions with the registers that they name, where a module has products.
+  int calls_ = 0;  // calls that are open
+  // Instructions with the registers that they name, if the module has products.
   std::vector<std::pair<u32, std::vector<u32>>> named_;
   bool has_products_ = false;
   bool has_most_threads_ = false;

@@ -1,4 +1,4 @@
-// Kernels as the machine executes them, and the modules that they come from.
+// Kernels as the machine executes them, and the modules that contain them.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ namespace ptx_machine {
 struct Warp;
 struct Instruction;
 
-// What an instruction does, for the lanes in `mask`.
+// Does the work of an instruction, for the lanes in `mask`.
 using Handler = void (*)(Warp&, const Instruction&, u32 mask);
 
 enum class Kind : u8 {
@@ -31,40 +31,42 @@ enum class Kind : u8 {
 };
 
 constexpr u32 kNoOperand = 0x7fffffffu;
-// Of an operand: an offset into the constants, not into the registers; of a predicate: negated.
+// This bit marks an operand as an offset into the constants, not into the registers, and a predicate as
+// negated.
 constexpr u32 kMarked = 0x80000000u;
 constexpr int kMostOperands = 16;
-// Where instructions of the kind kSomeLanes have their mask of members.
+// Instructions of the kind kSomeLanes have their mask of members in this operand.
 constexpr int kMembers = 5;
 
-// Of Module::files.
+// A line of a source file, which has a number in Module::files.
 struct SourceLine {
-  u32 file = 0, line = 0;  // 0: none
+  u32 file = 0, line = 0;  // 0 if there is none
 };
 
 struct Instruction {
   Handler handler = nullptr;
   Kind kind = Kind::kPlain;
-  InstructionClass instruction_class = InstructionClass::kBranch;  // until choose() knows better
+  InstructionClass instruction_class = InstructionClass::kBranch;  // until choose() sets it
   bool guard_negated = false;
-  bool wide = false;            // the address has 64 bits
-  u32 guard = kNoOperand;       // a predicate
-  u8 variant = 0;               // what the handler makes of it
-  u8 count = 0;                 // likewise
+  bool wide = false;            // whether the address has 64 bits
+  u32 guard = kNoOperand;       // the number of a predicate
+  u8 variant = 0;               // has a meaning for the handler only
+  u8 count = 0;                 // also for the handler only
   u32 operands[kMostOperands];  // offsets of registers in bytes, or numbers of predicates
   s64 immediate = 0;
-  u32 target = 0;  // of a branch; the number of a table
-  u32 line = 0;    // of the PTX
+  u32 target = 0;  // where a branch leads, or the number of a table
+  u32 line = 0;    // line of the PTX
   SourceLine source, inlined_at;
-  // Registers of Kernel::product_registers that it names: part of Kernel::touched. None for products.
+  // The registers of Kernel::product_registers that the instruction names: a part of Kernel::touched.
+  // Products have none here.
   u32 touched = 0, touched_count = 0;
-  u32 repeats = 1;  // for counts: how many of its class it is worth
+  u32 repeats = 1;  // how many instructions of its class it counts as
 
-  // The memory that this instruction touched last.
+  // The memory that this instruction accessed last.
   mutable Range found;
   mutable u32 found_version = 0;
   mutable u64 executed = 0;
-  // Of shared memory; the least are what one access of all lanes together needs.
+  // Counts of shared memory; least_wavefronts are those that one access of all lanes together needs.
   mutable u64 accesses = 0, wavefronts = 0, least_wavefronts = 0;
 
   Instruction() {
@@ -78,12 +80,12 @@ struct SpecialRegister {
   u32 offset;
 };
 
-// What a wgmma.mma_async says.
+// The operands and options of a wgmma.mma_async.
 struct Product {
-  std::vector<u32> results;  // registers: four for each eight columns
+  std::vector<u32> results;  // four registers for every eight columns
   u32 left[4] = {};          // registers of the left matrix, or the descriptor
   u32 left_matrix = kNoOperand, right_matrix = kNoOperand;
-  u32 adds = kNoOperand;  // a predicate
+  u32 adds = kNoOperand;  // the number of a predicate
   u32 columns = 0;
   bool left_in_registers = false, left_turned = false, right_turned = false, bfloat16 = false;
   std::vector<u32> registers;  // results and left, as numbers of Kernel::product_registers
@@ -95,23 +97,23 @@ struct Kernel {
   std::string name;
   Module* module = nullptr;
   std::vector<Instruction> code;
-  std::vector<std::vector<u32>> tables;  // of brx.idx
-  std::vector<u8> constants;             // each once for every lane
+  std::vector<std::vector<u32>> tables;  // tables of brx.idx
+  std::vector<u8> constants;             // each constant, once for every lane
   std::vector<SpecialRegister> specials;
   struct Parameter {
     u32 offset, bytes;
   };
   std::vector<Parameter> parameters;
   u32 parameter_bytes = 0;
-  u32 register_bytes = 0;  // of a warp
+  u32 register_bytes = 0;  // for a warp
   u32 predicates = 0;
   u32 static_shared = 0;
-  u32 local_bytes = 0;  // of a thread
+  u32 local_bytes = 0;  // for a thread
   std::vector<Product> products;
-  u32 product_registers = 0;  // so many registers are results or operands of products
+  u32 product_registers = 0;  // how many registers are results or operands of products
   std::vector<u32> touched;
   u32 most_threads = 1024;
-  u32 registers_of_thread = 0;          // 0: not known
+  u32 registers_of_thread = 0;          // 0 if not known
   u32 most_dynamic_shared = 48 * 1024;  // what cudaFuncSetAttribute allows
   u64 launches = 0;
 };
@@ -122,21 +124,21 @@ struct Module {
   std::vector<size_t> line_starts;
   std::map<u32, std::string> files;
   struct Function {
-    size_t begin = 0, end = 0;  // in the text
+    size_t begin = 0, end = 0;  // positions in the text
     bool is_kernel = false;
   };
   std::unordered_map<std::string, Function> functions;
-  // Shared variables, which get an address in each kernel that names them; others, which have one.
+  // A variable: a shared one gets an address in each kernel that names it, any other has a single address.
   struct Variable {
     Space space;
     u64 address;
     u32 bytes, align;
-    bool open;  // dynamic shared memory
+    bool open;  // whether it is dynamic shared memory
   };
   std::unordered_map<std::string, Variable> variables;
   std::unordered_map<std::string, std::unique_ptr<Kernel>> kernels;
 
-  // "file:12", or "file:12 in file:34" for what is inlined there; empty where nobody knows.
+  // Returns "file:12", or "file:12 in file:34" for inlined code; empty if the source is not known.
   std::string source_of(const Instruction& instruction) const;
   std::string line(u32 number) const;
   u32 line_at(size_t position) const;
@@ -144,7 +146,7 @@ struct Module {
 
 // Finds functions and variables; functions are decoded when they are first needed.
 std::unique_ptr<Module> read_module(std::string text);
-// Null where the module has no such kernel. Throws std::runtime_error for PTX that it cannot read.
+// Returns null if the module has no such kernel. Throws std::runtime_error for PTX that it cannot read.
 Kernel* decode_kernel(Module& module, const std::string& name);
 
 }  // namespace ptx_machine

@@ -1,4 +1,4 @@
-// What a PTX text declares: files, functions, variables.
+// Reads what a PTX text declares: files, functions, variables.
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
@@ -10,7 +10,7 @@ namespace ptx_machine {
 
 namespace {
 
-// `{1, {2, 3}}` or `4` as bytes of elements one behind the other.
+// Writes values like `{1, {2, 3}}` or `4` as the bytes of consecutive elements.
 void write_values(const std::string& values, u32 element, u8*& at, const u8* end) {
   if (!values.empty() && values[0] == '{') {
     for (const std::string& part : split(values.substr(1, values.size() - 2))) {
@@ -30,7 +30,7 @@ void add_variables(Module& module, const std::string& head) {
   for (const Declaration& declared : declarations(head)) {
     u64 address = 0;
     if (!shared) {
-      // Constant memory has addresses like that of a device, and nothing writes it.
+      // Constant memory has addresses like those of device memory, and nothing writes it.
       void* memory = allocate(std::max(declared.bytes, 1u), MemoryKind::kDevice);
       if (memory == nullptr) throw std::runtime_error("ptx machine: no memory for " + declared.name);
       std::memset(memory, 0, declared.bytes);
@@ -45,7 +45,7 @@ void add_variables(Module& module, const std::string& head) {
   }
 }
 
-// The name in ".visible .func (.param .b32 result) name(...)", behind the keyword.
+// Returns the name in ".visible .func (.param .b32 result) name(...)", reading from after the keyword.
 std::string name_of_function(TextReader in) {
   in.skip();
   if (in.text[in.at] == '(') {
@@ -103,7 +103,7 @@ std::unique_ptr<Module> read_module(std::string given) {
       in.until('\n');
       continue;
     }
-    // A function up to its body or the end of its prototype; a variable up to its semicolon.
+    // A function goes up to its body or the end of its prototype, a variable up to its semicolon.
     const size_t begin = in.at, brace = text.find('{', begin), semicolon = text.find(';', begin);
     if (semicolon == std::string::npos) break;
     const std::string head = text.substr(begin, std::min(brace, semicolon) - begin);

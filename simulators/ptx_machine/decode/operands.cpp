@@ -1,4 +1,4 @@
-// Operands of statements: registers, numbers, addresses, lists, names of variables.
+// Decodes operands of statements: registers, numbers, addresses, lists, names of variables.
 #include <cstdlib>
 
 #include "decode/decoder.h"
@@ -6,7 +6,7 @@
 
 namespace ptx_machine {
 
-// "[register + 4]", or with coordinates "[register, {a, b}]", which become a list behind the register.
+// Reads "[register + 4]", or with coordinates "[register, {a, b}]", which become a list after the register.
 Operand Decoder::address(const std::string& text) {
   const std::vector<std::string> parts = split(text.substr(1, text.size() - 2));
   if (parts.empty()) fail("the address " + text);
@@ -25,7 +25,7 @@ Operand Decoder::address(const std::string& text) {
     result.value += base.value;
     result.symbol = base.symbol;
     result.space = base.space;
-    if (parts.size() > 1) fail("coordinates behind a name in " + text);
+    if (parts.size() > 1) fail("coordinates after a name in " + text);
   } else {
     fail("the address " + text);
   }

@@ -11,7 +11,7 @@ constexpr u32 kAlignment = 64;
 constexpr u32 kAlignmentOfShared = 16;
 constexpr u32 kAlignmentOfLocal = 16;
 
-// The kernel and the functions that it may call.
+// Returns the kernel and the functions that it may call.
 std::vector<Module::Function> functions_of(const Module& module, const std::string& kernel) {
   std::vector<Module::Function> functions;
   for (const auto& [name, function] : module.functions) {
@@ -24,13 +24,13 @@ bool is_named(const Module& module, const Module::Function& function, const std:
   return module.text.find(variable, function.begin) < function.end;
 }
 
-// ".shared .align 4 .b8 name[128];" in the body of a function.
+// Finds declarations like ".shared .align 4 .b8 name[128];" in the body of a function.
 std::vector<Declaration> shared_declarations(const Module& module, const Module::Function& function) {
   const std::string word = ".shared";
   std::vector<Declaration> result;
   for (size_t at = module.text.find(word, function.begin); at < function.end;
        at = module.text.find(word, at + 1)) {
-    if (!is_space(module.text[at - 1])) continue;  // of an instruction
+    if (!is_space(module.text[at - 1])) continue;  // it belongs to an instruction
     const size_t end = module.text.find(';', at);
     for (Declaration& declared : declarations(module.text.substr(at, end - at)))
       result.push_back(std::move(declared));
@@ -48,7 +48,7 @@ Scopes::Scopes(const Module& module, Kernel& kernel) : kernel_(kernel) {
   }
 }
 
-// Dynamic memory is behind all that is static.
+// Dynamic shared memory comes after all static memory.
 void Scopes::place_shared_variables(const Module& module) {
   u32 end = 0, align = kAlignmentOfShared;
   const auto place = [&](const std::string& name, u32 bytes, u32 alignment) {
@@ -100,14 +100,14 @@ void Scopes::declare_registers(const Declaration& declared) {
 }
 
 bool Scopes::declare(const std::string& kind, const std::string& rest) {
-  if (kind == ".shared") return true;  // has its place already
+  if (kind == ".shared") return true;  // it has its place already
   if (kind != ".reg" && kind != ".param" && kind != ".local") return false;
   for (const Declaration& declared : declarations(rest)) {
     if (kind == ".reg") {
       declare_registers(declared);
       continue;
     }
-    // Arguments of functions that are called are in memory of the thread, too.
+    // Arguments of called functions are in the thread's memory, too.
     kernel_.local_bytes = round_up(kernel_.local_bytes, std::max(declared.align, kAlignmentOfLocal));
     add(declared.name, {Space::kLocal, kernel_.local_bytes});
     kernel_.local_bytes += declared.bytes;

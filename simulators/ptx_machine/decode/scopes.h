@@ -11,7 +11,7 @@
 namespace ptx_machine {
 
 struct Register {
-  u8 bits = 0;  // 1: a predicate
+  u8 bits = 0;  // 1 for a predicate
   u32 at = 0;   // the offset, or the number of a predicate
 };
 
@@ -22,7 +22,7 @@ struct Place {
 
 class Scopes {
  public:
-  // The module's variables, of which shared ones get their places in the kernel's memory.
+  // Adds the module's variables; shared ones get their places in the kernel's memory.
   Scopes(const Module& module, Kernel& kernel);
 
   void open() { scopes_.emplace_back(); }
@@ -30,7 +30,7 @@ class Scopes {
   void close_to(size_t depth) { scopes_.resize(depth); }
   size_t depth() const { return scopes_.size(); }
 
-  // ".reg", ".local", ".param", ".shared" of a body; false for other kinds.
+  // Handles ".reg", ".local", ".param" and ".shared" of a body; returns false for other kinds.
   bool declare(const std::string& kind, const std::string& rest);
   void add(const std::string& name, Place place) { scopes_.back().places[name] = place; }
 
@@ -44,7 +44,7 @@ class Scopes {
   };
   struct Scope {
     std::unordered_map<std::string, Register> registers;
-    std::unordered_map<std::string, Family> families;  // "%r<100>", by "%r"
+    std::unordered_map<std::string, Family> families;  // "%r<100>" under the name "%r"
     std::unordered_map<std::string, Place> places;
   };
 

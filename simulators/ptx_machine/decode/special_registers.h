@@ -1,4 +1,4 @@
-// Special registers, by their places in this list; execute/block.cpp gives each its value.
+// Special registers, numbered by this list; execute/block.cpp gives each its value.
 #pragma once
 
 namespace ptx_machine {

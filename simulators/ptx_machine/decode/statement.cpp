@@ -8,7 +8,7 @@ namespace ptx_machine {
 
 namespace {
 
-// Registers begin where vector instructions of the host like them to.
+// Registers are aligned for vector instructions of the host.
 constexpr size_t kAlignment = 64;
 
 }  // namespace

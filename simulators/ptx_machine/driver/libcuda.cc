@@ -1,5 +1,6 @@
-// The driver library that torch looks for. That it is there is enough: what torch needs of a GPU it asks the
-// runtime for. (Not *.cpp, which are the machine's sources.)
+// The driver library that torch looks for. Its presence is enough, as torch asks the runtime for what it
+// needs of a GPU. (The name does not end in .cpp, so that the build does not take it for one of the machine's
+// sources.)
 extern "C" {
 
 int cuInit(unsigned) { return 0; }
@@ -28,7 +29,7 @@ int cuCtxGetCurrent(void** context) {
 
 int cuCtxSetCurrent(void*) { return 0; }
 
-// NVRTC asks for tables of functions, and looks at their sizes: these have none.
+// NVRTC asks for tables of functions, and looks at their sizes: these tables are empty.
 int cuGetExportTable(const void** table, const void*) {
   static const unsigned long long kBytes = sizeof(kBytes);
   *table = &kBytes;

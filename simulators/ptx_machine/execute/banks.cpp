@@ -10,7 +10,7 @@ namespace {
 constexpr u32 kBanks = 32;
 constexpr u32 kWordBytes = 4;
 
-// Different words that lanes need of each bank.
+// The different words of each bank that lanes need.
 class Words {
  public:
   void add(u32 word) {

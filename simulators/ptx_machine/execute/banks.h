@@ -11,7 +11,7 @@ namespace ptx_machine {
 void count_wavefronts(const Instruction& ins, u32 mask, u32 bytes, const u8* memory,
                       u8* const (&pointers)[kLanes]);
 
-// A line for each place that accesses shared memory: "file:12: 96 accesses, 128 wavefronts".
+// Returns a line for each place that accesses shared memory: "file:12: 96 accesses, 128 wavefronts".
 std::string banks_report(const Module& module);
 
 }  // namespace ptx_machine

@@ -1,4 +1,5 @@
-// Blocks of a launch, one after the other: their memory, what their warps begin with.
+// Runs the blocks of a launch one after the other. It prepares their memory and the state in which their
+// warps begin.
 #include <algorithm>
 
 #include "decode/special_registers.h"
@@ -14,9 +15,9 @@ namespace {
 
 constexpr u8 kUnwritten = 0xff;  // NaN
 constexpr size_t kAlignment = 128;
-constexpr u32 kMultiprocessors = 132;  // what %nsmid says
+constexpr u32 kMultiprocessors = 132;  // the value of %nsmid
 
-// Bytes that begin at a multiple of kAlignment, and keep what they take from one launch to the next.
+// A buffer that begins at a multiple of kAlignment, and keeps its memory from one launch to the next.
 class Buffer {
  public:
   u8* of(size_t bytes) {
@@ -37,7 +38,7 @@ void fill_special_registers(Warp& warp) {
     for (u32 l = 0; l < kLanes; ++l) {
       const u32 thread = warp.index * kLanes + l;
       const u32 up_to = static_cast<u32>((2ull << l) - 1);
-      // In the order of kSpecialRegisters.
+      // The values are in the order of kSpecialRegisters.
       const u32 values[kSpecialRegisterCount] = {thread % threads[0],
                                                  thread / threads[0] % threads[1],
                                                  thread / (threads[0] * threads[1]),

@@ -11,7 +11,7 @@ namespace {
 
 unsigned long long number(u64 value) { return value; }
 
-// Whether the bit was not set yet.
+// Sets the bit, and returns whether it was not set before.
 bool set_bit(u64* bits, u64 place) {
   u64& word = bits[place / 64];
   const u64 bit = 1ull << place % 64;
@@ -29,7 +29,7 @@ Counts::Counts(const char* path) : file_(std::fopen(path, "a")) {
 }
 
 Counts* Counts::wanted() {
-  // Never destroyed: the process launches until its very end.
+  // It is never destroyed, because the process launches kernels until its very end.
   static auto* const counts = options().counts.empty() ? nullptr : new Counts(options().counts.c_str());
   return counts;
 }

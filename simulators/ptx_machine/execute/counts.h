@@ -1,9 +1,9 @@
-// Counts what each launch asks of a device. These are instructions by class, bytes and sectors of device
+// Counts what each launch asks of a device. Counted are instructions by class, bytes and sectors of device
 // memory, and wavefronts of shared memory. A line of JSON for each launch goes to the file that
 // SELFATTN_PTX_COUNTS names.
 //
 // Instructions are those of the PTX, as warps issue them, whether or not their guard lets a lane pass; ptxas
-// makes fewer or more of them. Everything else is the same in machine code.
+// makes fewer or more machine instructions. The other counts are the same in machine code.
 #pragma once
 
 #include <cstdio>
@@ -17,17 +17,17 @@ namespace ptx_machine {
 
 class Counts {
  public:
-  // Null where nobody asked for them.
+  // Returns null if nobody asked for counts.
   static Counts* wanted();
 
   void start(const Kernel& kernel);
   void start_block();
-  // Lanes in `mask` access so many bytes each.
+  // Counts an access of device memory by the lanes in `mask`.
   void device(u32 mask, const MemoryAccess& access, const u64 (&addresses)[kLanes]);
-  // A row that a copy of a box reads, and all of the box.
+  // Count a row that a copy of a box reads, and the whole box.
   void box_row(u64 address, u32 bytes);
   void box(u64 bytes);
-  // Writes the line.
+  // Writes the line of the launch.
   void finish(const Kernel& kernel, const Launch& launch);
 
  private:
@@ -35,15 +35,15 @@ class Counts {
 
   enum Traffic { kLoad, kStore, kCopy, kAtomic, kTraffics };
   struct Accesses {
-    u64 accesses = 0;  // of warps
-    u64 bytes = 0;     // of lanes
-    u64 sectors = 0;   // different ones of each access of a warp
+    u64 accesses = 0;  // accesses of warps
+    u64 bytes = 0;     // bytes of their lanes
+    u64 sectors = 0;   // different sectors, counted anew for each access of a warp
   };
   // What was executed and accessed before this launch.
   struct Before {
     u64 executed, accesses, wavefronts, least_wavefronts;
   };
-  // Which sectors of a page were read and written by the launch, and loaded by the current block.
+  // The sectors of a page that the launch has read and written, and that the current block has loaded.
   static constexpr u64 kSectorBytes = 32, kSectorsOfPage = 128;
   struct Page {
     u64 read[kSectorsOfPage / 64] = {}, written[kSectorsOfPage / 64] = {}, loaded[kSectorsOfPage / 64] = {};
@@ -56,10 +56,10 @@ class Counts {
   std::vector<Before> before_;
   std::unordered_map<u64, Page> pages_;
   u64 page_number_ = 0;
-  Page* page_ = nullptr;  // of that number
+  Page* page_ = nullptr;  // the page of that number
   u64 block_ = 0;
   Accesses traffic_[kTraffics];
-  u64 read_ = 0, written_ = 0, loaded_ = 0;  // different sectors: of the launch; of each block, summed up
+  u64 read_ = 0, written_ = 0, loaded_ = 0;  // different sectors, by launch; loaded_: by block, summed up
 };
 
 }  // namespace ptx_machine

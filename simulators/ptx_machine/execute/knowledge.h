@@ -8,11 +8,12 @@
 
 namespace ptx_machine {
 
-// By actors: warps; the products of each warpgroup; the copies of each mbarrier. All that an actor did in
-// epochs before the one here, and what a lane of a warp did in steps before the one here.
+// Counts by actor: warps; the products of each warpgroup; the copies of each mbarrier. The clock comes after
+// what an actor did in earlier epochs than its count here, and after what a lane of a warp did in earlier
+// steps.
 struct Clock {
-  std::vector<u32> epochs;  // of each actor
-  std::vector<u32> steps;   // of each lane of each warp
+  std::vector<u32> epochs;  // for each actor
+  std::vector<u32> steps;   // for each lane of each warp
 
   void reset(size_t actors, size_t warps) {
     epochs.assign(actors, 0);
@@ -26,8 +27,7 @@ struct Clock {
 
 struct Knowledge {
   Clock all;
-  Clock
-      fenced;  // what a fence of proxies is behind, so that asynchronous reads and writes come after it, too
+  Clock fenced;  // what a fence of proxies comes after, and with it asynchronous reads and writes
 
   void reset(size_t actors, size_t warps) {
     all.reset(actors, warps);

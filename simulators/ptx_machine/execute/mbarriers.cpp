@@ -18,7 +18,7 @@ std::string name_of(u32 offset) {
   return "the mbarrier at byte " + std::to_string(offset) + " of shared memory";
 }
 
-// Chunks that the swizzle moves.
+// The swizzle moves chunks of this size.
 constexpr u32 kChunk = 16;
 
 u32 place_of(const BoxCopy& copy, u32 byte) {
@@ -152,7 +152,7 @@ void Mbarriers::start(const BoxCopy& copy) {
   const Mbarrier& barrier = find(*copy.warp, *copy.instruction, copy.lane, copy.barrier);
   if (!barrier.fenced) {
     fail(*copy.warp, *copy.instruction, 1u << copy.lane,
-         "a copy whose barrier the asynchronous proxy does not know: no fence.mbarrier_init behind the "
+         "a copy whose barrier the asynchronous proxy does not know: no fence.mbarrier_init after the "
          "initialisation of " +
              name_of(copy.barrier));
   }
@@ -171,7 +171,7 @@ void Mbarriers::perform(Block& block, BoxCopy& copy) {
   Mbarrier& barrier = find(*copy.warp, *copy.instruction, copy.lane, copy.barrier);
   const u32 row_bytes = copy.map.row_bytes();
   copy.for_rows([&](u32 row, u64 address, u32 before, u32 read) {
-    // Elements are no larger than chunks, whose ends are those of rows or not.
+    // Elements are no larger than chunks, and a row's ends need not be those of chunks.
     for (u32 byte = 0; byte < row_bytes;) {
       const bool inside = byte >= before && byte < before + read;
       const u32 chunk_end = std::min(row_bytes, (byte / kChunk + 1) * kChunk);

@@ -1,11 +1,11 @@
-// Barriers of asynchronous copies (mbarrier) of a block, and the copies that they wait for.
+// Barriers of asynchronous copies (mbarrier) of a block, and the copies that they count.
 //
-// A phase ends when as many threads have arrived as the barrier was initialised for and when copies have
-// brought all bytes that were announced. In memory is a word that changes with each operation, so that stores
-// over a barrier are seen.
+// A phase ends when as many threads have arrived as the barrier was initialised for, and copies have brought
+// all bytes that were announced. A barrier's memory holds a word that changes with each operation, so that
+// stores over a barrier are noticed.
 //
-// A copy happens when a thread waits for its barrier in vain and nothing else goes on in the block, or at
-// once (SELFATTN_PTX_COPIES). Somebody must have waited for it before the block ends.
+// A copy happens when a thread waits for its barrier in vain and nothing else in the block can go on, or at
+// once (SELFATTN_PTX_COPIES). A thread must have waited for it before the block ends.
 #pragma once
 
 #include <map>
@@ -22,15 +22,15 @@ struct Instruction;
 struct Warp;
 
 struct Mbarrier {
-  u32 number = 0;    // by order of initialisation
-  u32 arrivals = 0;  // of a phase
+  u32 number = 0;    // in the order of initialisation
+  u32 arrivals = 0;  // arrivals that each phase needs
   u32 pending = 0;   // arrivals that the current phase still needs
-  s64 bytes = 0;     // that it still needs; negative: more came than were announced
+  s64 bytes = 0;     // bytes that it still needs; negative if too many came
   u32 phase = 0;
-  u32 warp = 0, lane = 0;  // who initialised it
-  bool fenced = false;     // copies know that it is one
+  u32 warp = 0, lane = 0;  // the thread that initialised it
+  bool fenced = false;     // whether copies know that it is initialised
 
-  u64 word() const;  // in memory
+  u64 word() const;  // what its memory holds
 };
 
 struct BoxCopy {
@@ -41,11 +41,11 @@ struct BoxCopy {
   TensorMap map;
   s32 coordinates[TensorMap::kMostDimensions];
   bool done = false;
-  u32 phase = 0;  // in which it was done
+  u32 phase = 0;  // the phase in which it was done
 
   u32 bytes() const { return map.rows() * map.row_bytes(); }
-  // Where each row of the box comes from, clipped to the tensor: `row` gets the row's number, the address,
-  // the bytes before it that are zeros, and the bytes that are read, which may be none.
+  // Visits the rows of the box, clipped to the tensor: `row` gets the row's number, its address, how many
+  // bytes before it are zeros, and how many bytes are read, which may be none.
   template <class F>
   void for_rows(F&& row) const {
     u64 at[TensorMap::kMostDimensions] = {};
@@ -72,23 +72,23 @@ struct BoxCopy {
 class Mbarriers {
  public:
   void start_block();
-  // Reports copies that nobody waited for, as the block has ended.
+  // Reports copies that no thread has waited for when the block ends.
   void end_block() const;
 
   void initialise(Warp& warp, const Instruction& ins, int lane, u32 offset, u32 arrivals);
-  // fence.mbarrier_init or fence.proxy.async by these lanes.
+  // These lanes execute fence.mbarrier_init or fence.proxy.async.
   void fence(const Warp& warp, u32 lanes);
   void arrive(Warp& warp, const Instruction& ins, int lane, u32 offset);
   void expect(Warp& warp, const Instruction& ins, int lane, u32 offset, u64 bytes);
-  // Whether the phase of this parity has ended.
+  // Returns whether the phase of this parity has ended.
   bool has_ended(Warp& warp, const Instruction& ins, int lane, u32 offset, u32 parity);
-  // These lanes have seen that, and come after it.
+  // These lanes have seen that the phase has ended, and come after it.
   void see(const Warp& warp, u32 lanes, u32 offset);
-  // Of what is waited for: "the mbarrier at byte 16 of shared memory, ..."
+  // Describes what a barrier lacks: "the mbarrier at byte 16 of shared memory, ..."
   std::string describe(u32 offset) const;
 
   void start(const BoxCopy& copy);
-  // Copies what is on its way to a barrier; false if nothing is.
+  // Performs copies that are on their way to a barrier; returns false if there are none.
   bool bring(Block& block, u32 offset);
 
  private:

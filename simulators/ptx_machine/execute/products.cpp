@@ -14,7 +14,7 @@ namespace {
 namespace tensor_core = selfattn::emulator;
 
 constexpr u32 kRowsOfWarp = 16, kRowsOfGroup = kRowsOfWarp * kWarpsOfGroup, kMostColumns = 256;
-constexpr u32 kTile = 8;  // columns that the model multiplies at a time
+constexpr u32 kTile = 8;  // how many columns the model multiplies at a time
 static_assert(tensor_core::kMmaRows == kRowsOfWarp && tensor_core::kMmaColumns == kTile &&
               tensor_core::kMmaDepth == kProductDepth);
 
@@ -22,7 +22,8 @@ const Product& text_of(const Warp& warp, const Instruction& ins) {
   return warp.block->kernel->products[ins.target];
 }
 
-// How a fragment in registers lies, as for mma: register n of lane l has two neighbouring elements.
+// Reads a fragment in registers, which lies there as for mma: register n of lane l has two neighbouring
+// elements.
 void read_fragment(const Warp& warp, const Product& product, u16 (*rows)[kProductDepth]) {
   for (u32 n = 0; n < 4; ++n) {
     const u32* lanes = static_cast<const u32*>(warp.source(product.left[n]));
@@ -32,11 +33,11 @@ void read_fragment(const Warp& warp, const Product& product, u16 (*rows)[kProduc
   }
 }
 
-// d = a b or d += a b, of the warp's rows.
+// Computes d = a b or d += a b, for the warp's rows.
 //
 // Public measurements (mmasim 2.1.1, whose author compared it with an H100) find that wgmma of 16-bit
-// elements adds up as mma of the same generation does: 16 products and the accumulator in one step, 25 bits
-// behind the binary point of the largest, cut off.
+// elements adds up as mma of the same generation does: 16 products and the accumulator in one step, truncated
+// to 25 bits after the binary point of the largest.
 template <float (*kConvert)(u16)>
 void multiply(Warp& warp, const Product& product, const u16 (*a)[kProductDepth],
               const u16 (*b)[kProductDepth], bool adds) {
@@ -139,7 +140,7 @@ void Products::check_registers(const Warp& warp, const Instruction& ins) const {
     if (touched_[used] != fences_ + 1) continue;
     fail(warp, ins, kWholeWarp, "registers of this product have been touched since the last wgmma.fence");
   }
-  // Results may be those of products on their way, if they are the same registers in the same order.
+  // Results may be those of a product on its way, if they are the same registers in the same order.
   for (size_t n = 0; n < product.registers.size(); ++n) {
     const u32 used = product.registers[n];
     const bool is_result = n < product.results.size();

@@ -9,13 +9,13 @@ namespace {
 constexpr u32 kWordBytes = 4, kHalfBytes = 2;
 constexpr u8 kWholeWord = 0xf;
 
-// Which of the `size` bytes from `at` on an access of `bytes` at `begin` touches.
+// Returns which of the `size` bytes from `at` on are touched by an access of `bytes` at `begin`.
 u8 bytes_in(u64 at, u32 size, u64 begin, u32 bytes) {
   const u64 first = std::max(at, begin) - at, end = std::min(at + size, begin + bytes) - at;
   return static_cast<u8>((1u << end) - (1u << first));
 }
 
-// For reports alone: texts take longer than what else is done for a word.
+// To be called for reports only: making texts takes longer than all else that is done for a word.
 std::string in_shared_memory(u32 word) {
   return "byte " + std::to_string(word * kWordBytes) + " of shared memory";
 }
@@ -26,7 +26,7 @@ constexpr size_t kMostMbarriers = 128;
 
 void Races::start_grid() {
   first_of_grid_ = serial_ + 1;
-  // What earlier grids did is ordered; their marks need not be kept.
+  // Accesses of earlier grids are ordered, so their marks need not be kept.
   constexpr size_t kMostPages = 1 << 14;
   if (pages_.size() <= kMostPages) return;
   pages_.clear();
@@ -97,7 +97,7 @@ void Races::report(const Warp& warp, const Instruction& ins, int lane, const std
            place_text(*warp.block->kernel, *before.instruction));
 }
 
-// A write of the lane against the reads and the last write of the word.
+// Checks a write of the lane against the reads and the last write of the word.
 void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now) {
   const SharedWord& known = words_[word];
   const auto where = [&] { return in_shared_memory(word); };
@@ -105,7 +105,7 @@ void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 
     report(warp, ins, lane, where(), known.write, kind_of(known.write));
   for (size_t n = 0; n < readers_; ++n) {
     const Mark& read = reads_[word * readers_ + n];
-    if (read.block != serial_) continue;  // of another block's memory
+    if (read.block != serial_) continue;  // it belongs to another block's memory
     if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where(), read, "a read");
   }
   if (earlier_reads_.empty()) return;
@@ -114,7 +114,7 @@ void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 
   for (const Mark& read : earlier->second) {
     if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where(), read, "a read");
   }
-  // What comes after this write comes after them.
+  // An access that comes after this write comes after those reads, too.
   if (now.bytes == kWholeWord) earlier_reads_.erase(earlier);
 }
 
@@ -214,7 +214,7 @@ void Races::synchronise_lanes(const Warp& warp, u32 mask) {
     fold(warp);
     return;
   }
-  // What one of them comes after, all do now; and after each other.
+  // All lanes now come after what any of them comes after, and after each other.
   u32 together[kLanes] = {};
   for (u32 rest = mask; rest != 0; rest &= rest - 1) {
     const u32* of_lane = lanes.comes_after[first_lane(rest)];
@@ -242,7 +242,7 @@ void Races::synchronise_lanes(const Warp& warp, u32 mask) {
 void Races::arrive(const Warp& warp, u32 barrier) {
   fold(warp);
   barriers_[barrier].merge(knows_[warp.index]);
-  // What this warp has done is known behind the barrier, and not what it does from here on.
+  // Other warps know what this warp did before the barrier, and not what it does from here on.
   const u32 epoch = ++knows_[warp.index].all.epochs[warp.index];
   barriers_[barrier].all.epochs[warp.index] = epoch;
 }

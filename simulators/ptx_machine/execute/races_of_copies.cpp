@@ -9,7 +9,7 @@ namespace {
 
 constexpr u32 kWordBytes = 4;
 constexpr u8 kWholeWord = 0xf;
-constexpr u32 kOnItsWay = ~0u;  // an epoch that nobody comes after
+constexpr u32 kOnItsWay = ~0u;  // an epoch that nothing comes after
 
 std::string in_shared_memory(u32 word) {
   return "byte " + std::to_string(word * kWordBytes) + " of shared memory";
@@ -28,8 +28,8 @@ bool Races::covers(const Clock& clock, const Mark& before) const {
 }
 
 bool Races::ordered_for_proxy(const Mark& before, const Warp& warp, int lane) const {
-  if (before.block != serial_) return true;                        // never written
-  if (before.actor >= warps_) return ordered(before, warp, lane);  // written by that proxy
+  if (before.block != serial_) return true;                        // it was never written
+  if (before.actor >= warps_) return ordered(before, warp, lane);  // that proxy wrote it
   const Knowledge* of_lane = lanes_know_[warp.index * kLanes + static_cast<u32>(lane)].get();
   return covers(knows_[warp.index].fenced, before) || (of_lane != nullptr && covers(of_lane->fenced, before));
 }
@@ -63,8 +63,8 @@ void Races::fold(const Warp& warp) {
   }
 }
 
-// What comes before what the lane does next. Of its own warp: what all did before they last synchronised, and
-// what lanes did that this one comes after, also their fences.
+// Merges what comes before what the lane does next. Of its own warp this is what all lanes did before they
+// last synchronised, and what lanes did that this one comes after, including their fences.
 void Races::merge_lane(Knowledge& into, const Warp& warp, int lane) const {
   const Knowledge& known = knows_[warp.index];
   const Lanes& lanes = lanes_[warp.index];

@@ -1,4 +1,4 @@
-// Texts of reports: who was where.
+// The texts of reports, which say which threads were where.
 #include <stdexcept>
 
 #include "decode/text.h"

@@ -1,5 +1,5 @@
 // Runs the warps of a block in turn, from one wait to the next. It has the barriers of the block, and reports
-// when no warp can go on or when something is left behind.
+// warps that cannot go on, and what is unfinished when the block ends.
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -12,7 +12,8 @@ namespace ptx_machine {
 
 namespace {
 
-// So many rounds without an event mean that there will be none. A warp may look at several mbarriers in turn.
+// So many rounds without an event mean that there will be none. They are several, because a warp may look at
+// several mbarriers in turn.
 constexpr u32 kMostIdleRounds = 16;
 
 // A barrier that some warps have come to.
@@ -55,7 +56,7 @@ void let_go(Block& block, const Waiting& waiting) {
   fail(warp, *warp.barrier, warp.alive, "warps come to one barrier with different counts or operations");
 }
 
-// Whether the warp has only arrived, and goes on.
+// Returns whether the warp has only arrived, and goes on.
 bool only_arrives(Block& block, Warp& warp, u32 threads) {
   if (static_cast<BarrierKind>(warp.barrier->variant) != BarrierKind::kArrive) return false;
   Block::Arrived& arrived = block.arrived[warp.barrier_number];
@@ -67,7 +68,7 @@ bool only_arrives(Block& block, Warp& warp, u32 threads) {
   return true;
 }
 
-// Lets warps go whose barriers are complete; false if there are none.
+// Lets warps go whose barriers are complete; returns false if there are none.
 bool pass_barriers(Block& block, u32 threads) {
   std::map<u32, Waiting> barriers;
   bool passed = false;
@@ -86,7 +87,7 @@ bool pass_barriers(Block& block, u32 threads) {
     }
   }
   for (u32 number = 0; number < kBarriers; ++number) {
-    // All have arrived, and nobody waits: the barrier begins anew.
+    // All have arrived and none waits, so the barrier begins anew.
     Block::Arrived& arrived = block.arrived[number];
     if (arrived.threads == 0 || arrived.threads != arrived.expected || barriers.count(number) != 0) continue;
     arrived = Block::Arrived();
@@ -125,10 +126,10 @@ std::string names_of(const Block& block, const Warp& warp) {
   return text;
 }
 
-// All that have not ended wait in vain.
+// Reports that all warps that have not ended wait in vain.
 [[noreturn]] void fail_in_deadlock(const Block& block) {
   const Warp* first = nullptr;
-  std::map<std::string, std::string> waiting;  // what for, and who
+  std::map<std::string, std::string> waiting;  // what is waited for, and by which warps
   int ended = 0, at_first_barrier = 0;
   bool only_barriers = true;
   for (const Warp& warp : block.warps) {
@@ -158,7 +159,8 @@ std::string names_of(const Block& block, const Warp& warp) {
   fail(*first, at, polls ? first->waits_for[0].lanes : first->alive, text + behind);
 }
 
-// One of the mbarriers that are waited for gets what is on its way to it; false if nothing is.
+// Brings the copies on their way to one of the mbarriers that are waited for; returns false if there are
+// none.
 bool bring_copies(Block& block, const std::vector<u32>& order) {
   for (const u32 n : order) {
     const Warp& warp = block.warps[n];
@@ -185,7 +187,7 @@ void check_end(const Block& block) {
 }  // namespace
 
 u32 draw(u64& state, u32 below) {
-  // xorshift64
+  // This is xorshift64.
   state ^= state << 13;
   state ^= state >> 7;
   state ^= state << 17;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr u64 kSwizzle128 = 1;
 constexpr u32 kRowBytes = 128, kRowElements = 64, kPatternRows = 8, kPatternBytes = kRowBytes * kPatternRows;
-// Bits of a descriptor: the beginning and both offsets in units of 16 bytes, the base offset, the swizzle.
+// A descriptor's bits: the beginning and both offsets in units of 16 bytes, the base offset, the swizzle.
 constexpr u64 kNumber = 0x3fff;
 constexpr int kLeadingAt = 16, kStrideAt = 32, kBaseAt = 49, kSwizzleAt = 62;
 constexpr u64 kKnown =
@@ -30,7 +30,7 @@ SharedMatrix::SharedMatrix(const Warp& warp, const Instruction& ins, u64 descrip
       stride_(static_cast<u32>(descriptor >> kStrideAt & kNumber) * kChunkBytes),
       turned_(turned) {
   if ((descriptor & ~kKnown) != 0) refuse(warp, ins, descriptor, "has bits that mean nothing");
-  if (descriptor >> kSwizzleAt != kSwizzle128) refuse(warp, ins, descriptor, "has not the 128-byte swizzle");
+  if (descriptor >> kSwizzleAt != kSwizzle128) refuse(warp, ins, descriptor, "lacks the 128-byte swizzle");
   if ((descriptor >> kBaseAt & 7) != 0) refuse(warp, ins, descriptor, "has a base offset");
   const u32 in_row = start_ % kRowBytes, taken = turned ? kRowBytes : 2 * kChunkBytes;
   if (start_ % kPatternBytes != in_row) {

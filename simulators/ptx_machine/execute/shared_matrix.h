@@ -2,14 +2,12 @@
 // where they begin, how far their parts are from each other, and how chunks of 16 bytes have changed places.
 // Those with the 128-byte swizzle are known, in both of the PTX manual's canonical layouts:
 //
-// - by k: eight rows of 128 bytes are a pattern, of which a product takes 32 bytes of each row; the next
-// eight
-//   rows are the stride's offset away.
-// - turned: eight steps of k of 128 bytes, 64 rows, are a pattern; the next eight steps are the stride's
-// offset
-//   away, the next 64 rows the leading offset.
+// - By k, eight rows of 128 bytes are a pattern, of which a product takes 32 bytes of each row. The next
+//   eight rows are the stride's offset away.
+// - Turned, eight steps of k of 128 bytes, 64 rows, are a pattern. The next eight steps are the stride's
+//   offset away, and the next 64 rows are the leading offset away.
 //
-// "Rows" are those of the left matrix, and columns of the right one.
+// The rows are those of the left matrix, or the columns of the right one.
 #pragma once
 
 #include "types.h"
@@ -25,12 +23,12 @@ class SharedMatrix {
  public:
   static constexpr u32 kChunkBytes = 16, kChunkElements = 8;
 
-  // Reports a descriptor that is not one of these, and what lies outside of shared memory. `turned`: with
-  // steps of k beside each other.
+  // Reports a descriptor of another form, and one that leads outside of shared memory. `turned` says that
+  // steps of k lie beside each other.
   SharedMatrix(const Warp& warp, const Instruction& ins, u64 descriptor, bool turned, u32 rows);
 
-  // The offset of the chunk with element (row, k). It holds elements of neighbouring k, or rows if it is
-  // turned.
+  // Returns the offset of the chunk with element (row, k). The chunk holds elements of neighbouring k, or of
+  // neighbouring rows if the matrix is turned.
   u32 chunk(u32 row, u32 k) const;
   // Calls f with the offset of each chunk of so many rows.
   template <class F>
@@ -40,11 +38,11 @@ class SharedMatrix {
       for (u32 k = 0; k < kProductDepth; k += k_step) f(chunk(row, k));
     }
   }
-  // The bits of elements: result[row][k].
+  // Reads the bits of elements into result[row][k].
   void read(const u8* shared, u32 first_row, u32 rows, u16 (*result)[kProductDepth]) const;
 
  private:
-  u32 start_, leading_, stride_;  // bytes
+  u32 start_, leading_, stride_;  // in bytes
   bool turned_;
 };
 

@@ -1,5 +1,5 @@
-// Lets the lanes of a warp diverge and meet again, as independent threads do. Of those that can run, the
-// lanes where the code is earliest are chosen, so that the lanes of an if meet after it.
+// Lets the lanes of a warp diverge and meet again, as independent threads do. Among lanes that can run, those
+// at the earliest instruction run first, so that the lanes of an if meet after it.
 #include "execute/warp.h"
 
 #include <algorithm>
@@ -101,7 +101,7 @@ bool Warp::end(const Instruction& instruction, u32 mask) {
     ++pc;
     return true;
   }
-  waiting = 0;  // those that wait may have waited for these: they look again
+  waiting = 0;  // waiting lanes may have waited for these, so they look again
   reschedule();
   if (current == 0 && !all_poll()) state = State::kDone;
   return current != 0;
@@ -119,7 +119,7 @@ bool Warp::arrive(const Instruction& instruction, u32 mask) {
   barrier_number = source<u32>(instruction, 0)[lane];
   barrier_threads = instruction.operands[1] == kNoOperand ? 0 : source<u32>(instruction, 1)[lane];
   if (barrier_number >= kBarriers || barrier_threads % kLanes != 0) {
-    fail(*this, instruction, current, "a barrier that there is not, or for a part of a warp");
+    fail(*this, instruction, current, "a barrier that does not exist, or for a part of a warp");
   }
   votes = predicate(instruction.operands[3]) & alive;
   state = State::kAtBarrier;
@@ -140,7 +140,7 @@ void Warp::whole_warp(const Instruction& instruction, u32 mask) {
   }
 }
 
-// Lanes that wait in vain are parked behind the instruction, until the others of the warp have stopped.
+// Lanes that wait in vain are parked after the instruction, until the others of the warp have stopped.
 void Warp::test(const Instruction& instruction, u32 mask) {
   const u32 before = polling;
   if (mask != 0) instruction.handler(*this, instruction, mask);
@@ -150,7 +150,7 @@ void Warp::test(const Instruction& instruction, u32 mask) {
   park(gone, pc);
   current &= ~gone;
   if (current != 0) return;
-  --instruction.executed;  // how often warps look in vain says nothing of a device
+  --instruction.executed;  // looking in vain is not counted, as a device does it less or more often
   reschedule();
   all_poll();
 }
@@ -160,7 +160,7 @@ void Warp::some_lanes(const Instruction& instruction, u32 mask) {
     ++pc;
     return;
   }
-  if (mask != current) {  // the others go on behind it
+  if (mask != current) {  // the other lanes go on after the instruction
     park(current & ~mask, pc + 1);
     next_pc = std::min(next_pc, pc + 1);
     current = mask;
@@ -171,7 +171,7 @@ void Warp::some_lanes(const Instruction& instruction, u32 mask) {
     fail(*this, instruction, mask, "lanes " + lanes_text(needed & ~alive) + ", which take part, have ended");
   }
   if (!together(instruction, needed)) return;
-  const u32 others = current & ~needed;  // they come to the same place with masks of their own
+  const u32 others = current & ~needed;  // these lanes come to the same place with masks of their own
   current = needed;
   instruction.handler(*this, instruction, current);
   if (others != 0) park(others, pc);

@@ -19,7 +19,7 @@ struct Launch {
   std::vector<u8> parameters;
 };
 
-// An asynchronous copy on its way: `read` bytes, and zeros up to `bytes`.
+// An asynchronous copy on its way: `read` bytes are copied, and the rest up to `bytes` becomes zeros.
 struct Copy {
   u32 to;  // offset in shared memory
   u32 bytes, read;
@@ -27,19 +27,19 @@ struct Copy {
   u32 group;
 };
 
-// Of Instruction::variant: a vote of all threads with it, or an arrival that does not wait.
+// The values of Instruction::variant for barriers: kinds of votes, or an arrival that does not wait.
 enum class BarrierKind : u8 { kSync, kAnd, kOr, kCount, kArrive };
 constexpr u32 kBarriers = 16;
 
 struct Block;
 
-// What lanes that gave way wait for.
+// What lanes wait for that gave way to others.
 struct Awaited {
   enum What : u8 { kMbarrier, kRegisters, kProducts };
   const Instruction* instruction;
   u32 lanes;
   What what;
-  u32 offset;  // of an mbarrier
+  u32 offset;  // where the mbarrier is
 };
 
 struct Warp {
@@ -53,24 +53,24 @@ struct Warp {
   u32 alive = 0;    // lanes that have not ended
   u32 current = 0;  // lanes that execute now, at pc
   u32 pc = 0;
-  u32 next_pc = ~0u;  // the first place where others are that the current lanes can meet
-  u32 parked = 0;     // lanes elsewhere, at lane_pc
-  u32 waiting = 0;    // those of them that wait for others at a .sync
-  u32 polling = 0;    // those that have waited for an mbarrier in vain, and let others run
+  u32 next_pc = ~0u;  // the first place where the current lanes can meet others
+  u32 parked = 0;     // lanes that are elsewhere, at lane_pc
+  u32 waiting = 0;    // parked lanes that wait for others at a .sync
+  u32 polling = 0;    // parked lanes that have waited for an mbarrier in vain, and let others run
   u32 lane_pc[kLanes];
 
-  // kGaveWay: nothing can go on before other warps have done something.
+  // kGaveWay means that no lane can go on before other warps have done something.
   enum class State : u8 { kRunning, kAtBarrier, kGaveWay, kDone } state = State::kRunning;
-  // Where it waits: the instruction, the barrier's number, how many threads that expects, what they vote.
+  // Where the warp waits: the instruction, the barrier's number, how many threads it expects, and the votes.
   const Instruction* barrier = nullptr;
   u32 barrier_number = 0, barrier_threads = 0, votes = 0;
 
-  std::vector<Awaited> waits_for;  // since it ran last
+  std::vector<Awaited> waits_for;  // what lanes have waited for since the warp ran last
 
   std::vector<Copy> copies[kLanes];
   u32 closed_groups[kLanes];
   Products products;
-  u32 owned_registers = 0;  // a thread, by setmaxnreg
+  u32 owned_registers = 0;  // registers of each thread, by setmaxnreg
 
   const void* source(u32 operand) const {
     return (operand & kMarked ? constants : registers) + (operand & ~kMarked);
@@ -83,7 +83,7 @@ struct Warp {
   T* target(const Instruction& instruction, int place) {
     return reinterpret_cast<T*>(registers + instruction.operands[place]);
   }
-  // Of a predicate that an instruction names; all lanes where it names none.
+  // Returns the lanes in which a predicate is true; all lanes if the instruction names none.
   u32 predicate(u32 operand) const {
     if (operand == kNoOperand) return kWholeWarp;
     return operand & kMarked ? ~predicates[operand & ~kMarked] : predicates[operand];
@@ -92,10 +92,10 @@ struct Warp {
     if (operand != kNoOperand) predicates[operand] = (predicates[operand] & ~mask) | (value & mask);
   }
 
-  // Until it ends, comes to a barrier, or waits.
+  // Runs the warp until it ends, comes to a barrier, or waits.
   void run();
-  // For handlers of the kind kTest: these lanes let others run behind the instruction. Of the kind
-  // kWholeWarp: the warp comes to the instruction again.
+  // For handlers. With an instruction of the kind kTest, these lanes let others run after the instruction;
+  // with one of the kind kWholeWarp, the warp comes to the instruction again.
   void give_way(u32 lanes) { polling |= lanes; }
   void wait_for(const Instruction& instruction, u32 lanes, Awaited::What what, u32 offset = 0) {
     for (Awaited& known : waits_for) {
@@ -105,15 +105,15 @@ struct Warp {
     }
     waits_for.push_back({&instruction, lanes, what, offset});
   }
-  // Goes on with what gave way.
+  // Lets lanes that gave way go on.
   void look_again();
 
  private:
   void park(u32 lanes, u32 at);
   void reschedule();
-  // Whether the lanes in `needed` are all here; if not, the current ones wait and others run.
+  // Returns whether the lanes in `needed` are all here; if not, the current ones wait and others run.
   bool together(const Instruction& instruction, u32 needed);
-  // What run() does with an instruction of each kind; whether the warp goes on.
+  // Execute an instruction of each kind; those that return bool say whether the warp goes on.
   void branch(const Instruction& instruction, u32 mask);
   void branch_by_table(const Instruction& instruction, u32 mask);
   bool end(const Instruction& instruction, u32 mask);
@@ -121,9 +121,10 @@ struct Warp {
   void whole_warp(const Instruction& instruction, u32 mask);
   void some_lanes(const Instruction& instruction, u32 mask);
   void test(const Instruction& instruction, u32 mask);
-  // Nothing can run: gives way if lanes are polling.
+  // Is called when no lane can run; gives way if lanes are polling.
   bool all_poll();
-  // Of the lanes that come to a .sync together: a mask of members that are all here, else the first lane's.
+  // Returns the mask of a group that is complete among the lanes that come to a .sync, or else the first
+  // lane's.
   u32 those_who_meet(const Instruction& instruction, u32 mask, const u32* members) const;
 };
 
@@ -134,29 +135,29 @@ struct Block {
   const Kernel* kernel = nullptr;
   const Launch* launch = nullptr;
   u32 id[3];
-  u32 number = 0;  // in the grid
+  u32 number = 0;  // the block's number in the grid
   u8* shared = nullptr;
   u32 shared_bytes = 0;
-  Races* races = nullptr;    // null where nobody looks for them
-  Counts* counts = nullptr;  // likewise
+  Races* races = nullptr;    // null if races are not looked for
+  Counts* counts = nullptr;  // null if nothing is counted
   std::vector<Warp> warps;
-  // Threads that came to a barrier and do not wait there (bar.arrive), of how many that it expects.
+  // The threads that have arrived at a barrier without waiting there (bar.arrive), and how many it expects.
   struct Arrived {
     u32 threads = 0, expected = 0;
-    const Warp* warp = nullptr;  // the last one, and where
+    const Warp* warp = nullptr;  // the last warp that arrived, and where
     const Instruction* instruction = nullptr;
   };
   Arrived arrived[kBarriers];
   Mbarriers mbarriers;
   std::vector<Warpgroup> warpgroups;
-  u32 free_registers = 0;  // of the block, that setmaxnreg.dec has given up
+  u32 free_registers = 0;  // registers that setmaxnreg.dec has given up in the block
   u64 events = 0;          // grows with everything that a warp may wait for
 };
 
-// execute/schedule.cpp: runs warps in turn until all have ended; throws a report, also of what is left
-// behind.
+// Is in execute/schedule.cpp. Runs warps in turn until all have ended; throws a report, also if something is
+// left unfinished.
 void run_warps(Block& block, u32 threads, u64& random_state);
-// The next number of a sequence.
+// Returns the next number of a random sequence.
 u32 draw(u64& state, u32 below);
 
 // Runs all blocks; throws std::runtime_error with a report.
@@ -164,9 +165,9 @@ void execute(Kernel& kernel, const Launch& launch);
 
 // Throws a report about these lanes at this instruction.
 [[noreturn]] void fail(const Warp& warp, const Instruction& instruction, u32 lanes, const std::string& what);
-// "0-3,7"
+// Returns lanes as a text like "0-3,7".
 std::string lanes_text(u32 lanes);
-// The line of the PTX and that of the source.
+// Returns the line of the PTX and that of the source.
 std::string place_text(const Kernel& kernel, const Instruction& instruction);
 
 }  // namespace ptx_machine

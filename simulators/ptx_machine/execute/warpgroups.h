@@ -1,7 +1,8 @@
 // What the four warps of a warpgroup must do alike: wgmma and setmaxnreg are for all of them.
 //
-// Warps do not wait for each other here, as devices do not promise that they would. Each one's sequence of
-// such instructions is compared with that of the first to execute them, and none may be missing in the end.
+// Warps do not wait for each other here, because devices do not promise that they would. Each warp's sequence
+// of such instructions is compared with that of the first warp to execute them, and none may be missing at
+// the end.
 #pragma once
 
 #include <deque>
@@ -20,7 +21,7 @@ class Warpgroup {
  public:
   // The warp executes the instruction with these operands, which must be those of the other warps.
   void execute(Warp& warp, const Instruction& ins, u64 first = 0, u64 second = 0, bool third = false);
-  // Reports what only some have executed.
+  // Reports instructions that only some of the warps have executed.
   void end_block(const Block& block) const;
 
  private:
@@ -29,12 +30,12 @@ class Warpgroup {
     u64 first, second;
     bool third;
   };
-  std::deque<Step> steps_;  // those that some warp has not executed yet
-  u64 gone_ = 0;            // so many came before them
+  std::deque<Step> steps_;  // instructions that some warp has not executed yet
+  u64 gone_ = 0;            // how many came before them
   u64 executed_[kWarpsOfGroup] = {};
 };
 
-// That of a warp; reports one that is not whole.
+// Returns a warp's warpgroup; reports one that is not complete.
 Warpgroup& warpgroup_of(Warp& warp, const Instruction& ins);
 
 }  // namespace ptx_machine

@@ -22,7 +22,7 @@ const char* word(Access access) { return access == Access::kRead ? "a read" : "a
 
 struct Addresses {
   u64 of_lane[kLanes];
-  u64 low, high;  // of the lanes in the mask
+  u64 low, high;  // the lowest and highest address of the lanes in the mask
 };
 
 Addresses addresses_of(const Warp& warp, const Instruction& ins, u32 mask, const MemoryAccess& access) {
@@ -72,7 +72,7 @@ struct Window {
   u64 start;  // the first address
   u64 bytes;
   u8* memory;
-  u64 per_lane;  // how far the memories of two lanes are from each other
+  u64 per_lane;  // the distance between the memories of two lanes
 };
 
 Window window_of(const Warp& warp, Space space) {
@@ -83,13 +83,13 @@ Window window_of(const Warp& warp, Space space) {
     case Space::kLocal:
       return {"local", 0, block.kernel->local_bytes, warp.local, block.kernel->local_bytes};
     default:
-      // Nothing writes parameters: the decoder knows no such store.
+      // Nothing writes parameters, because the decoder knows no such store.
       return {"parameter", 0, block.kernel->parameter_bytes, const_cast<u8*>(block.launch->parameters.data()),
               0};
   }
 }
 
-// Which lane is beside the memory.
+// Reports the lane whose address is outside of the memory.
 [[noreturn]] void fail_in_window(const Warp& warp, const Instruction& ins, u32 mask,
                                  const MemoryAccess& access, const Window& window, u64 first,
                                  const Addresses& addresses) {
@@ -110,7 +110,7 @@ void resolve_in_window(Warp& warp, const Instruction& ins, u32 mask, const Memor
   if (addresses.low < first || addresses.high - first + access.bytes > window.bytes) {
     fail_in_window(warp, ins, mask, access, window, first, addresses);
   }
-  // Those of lanes that are not in the mask are not looked at.
+  // The addresses of lanes that are not in the mask are ignored.
   const u64 memory = reinterpret_cast<u64>(window.memory) - first;
   for (int l = 0; l < kLanes; ++l) {
     const u64 pointer = memory + addresses.of_lane[l] + window.per_lane * static_cast<u64>(l);
@@ -173,7 +173,7 @@ void resolve(Warp& warp, const Instruction& ins, u32 mask, const MemoryAccess& a
   if (count_lanes(mask) == 1) {
     fail_outside(warp, ins, first_lane(mask), access, addresses.low, "every memory");
   }
-  for (int l = 0; l < kLanes; ++l) {  // of different spaces
+  for (int l = 0; l < kLanes; ++l) {  // the lanes' addresses are in different spaces
     u8* one[kLanes];
     if (!on(mask, l)) continue;
     resolve(warp, ins, 1u << l, access, one);

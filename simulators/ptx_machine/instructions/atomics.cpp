@@ -1,4 +1,5 @@
-// atom and red. operands: the address, the result or none, b, c; variant: the space; count: the operation.
+// Executes atom and red. operands: the address, the result or none, b, c; variant: the space; count: the
+// operation.
 #include <algorithm>
 #include <type_traits>
 

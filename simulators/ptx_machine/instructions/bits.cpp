@@ -1,4 +1,4 @@
-// Shifts, and what looks at single bits and bytes.
+// Executes shifts, and instructions that look at single bits and bytes.
 #include <algorithm>
 #include <type_traits>
 
@@ -46,7 +46,7 @@ struct Reverse {
     return reversed;
   }
 };
-// The highest bit that is not a copy of the sign.
+// Finds the highest bit that is not a copy of the sign.
 struct FindHighest {
   template <class T>
   static u32 f(T a) {
@@ -105,7 +105,7 @@ void insert_field(Warp& warp, const Instruction& ins, u32 mask) {
   }
 }
 
-// Any function of three bits: bit n of the immediate is its value for the bits of n.
+// Computes any function of three bits: bit n of the immediate is the function's value for the bits of n.
 void logic_of_three(Warp& warp, const Instruction& ins, u32 mask) {
   u32* d = warp.target<u32>(ins, 0);
   const u32 *a = warp.source<u32>(ins, 1), *b = warp.source<u32>(ins, 2), *c = warp.source<u32>(ins, 3);

@@ -1,6 +1,6 @@
-// cp.async.bulk.tensor: copies of boxes, from device to shared memory. operands: where to, the tensor map,
-// the mbarrier, the coordinates, innermost first; immediate and target: what is added to the first two
-// addresses; count: the coordinates.
+// cp.async.bulk.tensor: copies of boxes, from device to shared memory. operands: the destination, the tensor
+// map, the mbarrier, the coordinates, innermost first; immediate and target: what is added to the first two
+// addresses; count: the number of coordinates.
 #include <cstdio>
 
 #include "execute/counts.h"
@@ -34,7 +34,7 @@ TensorMap read_map(Warp& warp, const Instruction& ins, int lane) {
   }
   TensorMap map;
   std::memcpy(&map, bytes, sizeof map);
-  if (!map.is_one()) fail(warp, ins, 1u << lane, "what a copy takes as a tensor map is none");
+  if (!map.is_one()) fail(warp, ins, 1u << lane, "the tensor map of a copy is not one");
   if (map.dimensions != ins.count) {
     fail(warp, ins, 1u << lane,
          "a copy with " + std::to_string(ins.count) + " coordinates by a tensor map of " +
@@ -61,7 +61,7 @@ void check_target(Warp& warp, const Instruction& ins, const BoxCopy& copy) {
   const u32 shared = warp.block->shared_bytes, lane = 1u << copy.lane;
   if (copy.map.swizzled) {
     if (copy.map.row_bytes() != kSwizzleBytes) {
-      fail(warp, ins, lane, "a swizzled box whose rows have not 128 bytes, which this machine does not know");
+      fail(warp, ins, lane, "a swizzled box without rows of 128 bytes, which this machine does not know");
     }
     if ((copy.to + kSharedBase) % kPatternBytes != 0) {
       fail(warp, ins, lane,

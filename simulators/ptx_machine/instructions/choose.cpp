@@ -86,7 +86,8 @@ bool choose_nothing(Statement& statement) {
   return true;
 }
 
-// d, a, b(, c) of one type; results of mul.wide and mad.wide are twice as wide, and so is what mad.wide adds.
+// Handles d, a, b(, c) of one type. Results of mul.wide and mad.wide are twice as wide, and so is what
+// mad.wide adds.
 bool choose_arithmetic(Statement& statement) {
   const std::string& type = statement.type();
   const bool is_small = type == "f16" || type == "bf16" || type == "f16x2" || type == "bf16x2";

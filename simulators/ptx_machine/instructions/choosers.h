@@ -1,4 +1,5 @@
-// Which function of this folder gives an opcode its handler; each is false for a form that is not known.
+// The functions of this folder that give opcodes their handlers. Each returns false for a form that it does
+// not know.
 #pragma once
 
 #include "decode/statement.h"
@@ -30,6 +31,6 @@ bool choose_fence(Statement& statement);       // mbarriers.cpp: fence
 bool choose_box_copy(Statement& statement);    // box_copies.cpp: cp.async.bulk.tensor
 bool choose_product(Statement& statement);     // products.cpp: wgmma
 bool choose_registers(Statement& statement);   // registers.cpp: setmaxnreg
-bool choose_nothing(Statement& statement);     // choose.cpp: what has no effect here, and trap
+bool choose_nothing(Statement& statement);     // choose.cpp: opcodes without effect here, and trap
 
 }  // namespace ptx_machine

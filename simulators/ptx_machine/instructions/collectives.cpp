@@ -1,4 +1,4 @@
-// What lanes of a warp do together, and barriers of the block.
+// Executes what lanes of a warp do together, and barriers of the block.
 #include <algorithm>
 
 #include "execute/races.h"
@@ -103,7 +103,7 @@ void reduce(Warp& warp, const Instruction& ins, u32 mask) {
   for (int l = 0; l < kLanes; ++l) d[l] = on(mask, l) ? result : d[l];
 }
 
-// The first of the members: its number, and the predicate that it alone has.
+// Elects the first of the members: all get its number, and it alone gets the predicate.
 void elect(Warp& warp, const Instruction& ins, u32 mask) {
   const int leader = first_lane(mask);
   if (ins.operands[0] != kNoOperand) {
@@ -122,7 +122,7 @@ void synchronise_warp(Warp& warp, const Instruction&, u32 mask) {
   if (warp.block->races != nullptr) warp.block->races->synchronise_lanes(warp, mask);
 }
 
-void nothing(Warp&, const Instruction&, u32) {}  // Warp::run() does what barriers do
+void nothing(Warp&, const Instruction&, u32) {}  // Warp::run() executes barriers
 
 bool choose_shuffle(Statement& statement) {
   Instruction& ins = statement.instruction;

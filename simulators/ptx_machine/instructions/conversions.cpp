@@ -1,4 +1,4 @@
-// cvt. `variant` is the mode of rounding: 'n', 'z', 'm', 'p', or 0 where none is needed.
+// Executes cvt. `variant` is the mode of rounding: 'n', 'z', 'm', 'p', or 0 if none is needed.
 #include <cfenv>
 #include <cmath>
 #include <limits>
@@ -13,9 +13,10 @@ namespace ptx_machine {
 
 namespace {
 
-constexpr s64 kSaturate = 1, kFlush = 2;  // of the immediate
+constexpr s64 kSaturate = 1, kFlush = 2;  // bits of the immediate
 
-// Numbers of 8 bits are in registers of 16 or 32: R is the register's type, T the number's.
+// Numbers of 8 bits are in registers of 16 or 32 bits: a Register is the register's type, the other the
+// number's.
 template <class ResultRegister, class Result, class SourceRegister, class Source>
 void between_integers(Warp& warp, const Instruction& ins, u32 mask) {
   auto* d = warp.target<ResultRegister>(ins, 0);
@@ -51,7 +52,7 @@ double round_to_integer(double value, char mode) {
   }
 }
 
-// What is too large becomes the nearest integer there is; NaN becomes 0, of 64 bits the sign bit.
+// A number that is too large becomes the nearest integer; NaN becomes 0, or the sign bit in 64 bits.
 template <class Register, class Result, class Source>
 void integer_from_float(Warp& warp, const Instruction& ins, u32 mask) {
   auto* d = warp.target<Register>(ins, 0);
@@ -90,7 +91,7 @@ void float_from_integer(Warp& warp, const Instruction& ins, u32 mask) {
   std::fesetround(mode);
   for (int l = 0; l < kLanes; ++l) {
     if (!on(mask, l)) continue;
-    // volatile: not moved to where another mode holds
+    // It is volatile, so that the conversion is not moved to where another mode of rounding holds.
     volatile Source source = static_cast<Source>(a[l]);
     volatile Result result = static_cast<Result>(source);
     d[l] = result;
@@ -139,7 +140,7 @@ struct ToSmall {
   static u32 f(float high, float low) { return static_cast<u32>(kConvert(high)) << 16 | kConvert(low); }
 };
 
-// From a type in a register of so many bits to Result in a ResultRegister.
+// Converts from a type in a register of so many bits to Result in a ResultRegister.
 template <class ResultRegister, class Result>
 Handler from_integer_type(const std::string& from, int bits) {
   using R = ResultRegister;

@@ -1,5 +1,5 @@
-// cp.async. operands: where to, where from, how many bytes to read or none; count: how many to write;
-// immediate and target: what is added to both addresses.
+// Executes cp.async. operands: the destination, the source, how many bytes to read or none; count: how many
+// to write; immediate and target: what is added to both addresses.
 #include "execute/races.h"
 #include "instructions/access.h"
 #include "instructions/choosers.h"
@@ -19,7 +19,7 @@ void finish(const Copy& copy, u8* shared) {
 
 void start(Warp& warp, const Instruction& ins, u32 mask) {
   const u32* sizes = ins.operands[2] == kNoOperand ? nullptr : warp.source<u32>(ins, 2);
-  u32 reading = 0;  // lanes; the address of others need not be one
+  u32 reading = 0;  // lanes that read; other lanes' addresses need not be valid
   for (int l = 0; l < kLanes; ++l) {
     if (!on(mask, l)) continue;
     if (sizes != nullptr && sizes[l] > ins.count)
@@ -64,7 +64,8 @@ void commit(Warp& warp, const Instruction&, u32 mask) {
   for (int l = 0; l < kLanes; ++l) warp.closed_groups[l] += on(mask, l) ? 1 : 0;
 }
 
-// immediate: how many of the newest groups may be on their way; kAll: not even copies that no group holds.
+// immediate: how many of the newest groups may be on their way; with kAll not even copies without a group may
+// be.
 void wait(Warp& warp, const Instruction& ins, u32 mask) {
   Block& block = *warp.block;
   for (int l = 0; l < kLanes; ++l) {

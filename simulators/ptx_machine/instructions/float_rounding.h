@@ -8,7 +8,7 @@
 
 namespace ptx_machine {
 
-// PTX promises nothing about the bits of a NaN but for these, which single precision results have.
+// These are the only bits of a NaN that PTX promises; single precision results have them.
 inline float canonical(float value) { return value != value ? bits_as<float>(0x7fffffffu) : value; }
 inline double canonical(double value) { return value; }
 
@@ -16,13 +16,13 @@ inline float flushed(float value) {
   return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;
 }
 
-// hi + lo rounded to float by a mode: 'n' nearest, 'z' to zero, 'm' down, 'p' up. `hi` is hi + lo rounded to
+// Rounds hi + lo to float by a mode: 'n' nearest, 'z' to zero, 'm' down, 'p' up. `hi` is hi + lo rounded to
 // double.
 inline float round_to_float(double hi, double lo, char mode) {
   const auto nearest = static_cast<float>(hi);
   if (!std::isfinite(hi)) return nearest;
   if (mode == 'n') {
-    // Ties of hi that lo breaks.
+    // lo decides ties of hi.
     const float up = std::nextafter(nearest, INFINITY), down = std::nextafter(nearest, -INFINITY);
     if (lo > 0 && hi == (static_cast<double>(nearest) + up) / 2) return up;
     if (lo < 0 && hi == (static_cast<double>(nearest) + down) / 2) return down;
@@ -35,7 +35,7 @@ inline float round_to_float(double hi, double lo, char mode) {
   return nearest;
 }
 
-// The sum, and what its rounding took away (Knuth).
+// Computes the sum, and what its rounding took away (Knuth).
 inline double two_sum(double a, double b, double* error) {
   const double sum = a + b, of_b = sum - a;
   *error = std::isfinite(sum) ? (a - (sum - of_b)) + (b - of_b) : 0;

@@ -1,4 +1,4 @@
-// Arithmetic of float32 and float64.
+// Executes arithmetic of float32 and float64.
 #include <cmath>
 
 #include "instructions/choosers.h"
@@ -29,7 +29,7 @@ template <class T>
 struct MultiplyAdd {
   static T f(T a, T b, T c) { return canonical(std::fma(a, b, c)); }
 };
-// IEEE 754's minimumNumber: the other operand where one is NaN, and -0 below 0.
+// This is IEEE 754's minimumNumber: the other operand if one is NaN, and -0 is below 0.
 template <class T>
 struct Minimum {
   static T f(T a, T b) {
@@ -44,7 +44,7 @@ struct Maximum {
     return b != b || a > b || (a == b && !std::signbit(a)) ? a : b;
   }
 };
-// .NaN: of each operand.
+// With .NaN, the result is NaN if an operand is.
 template <template <class> class F>
 struct WithNan {
   static float f(float a, float b) { return a != a || b != b ? canonical(NAN) : F<float>::f(a, b); }
@@ -62,13 +62,13 @@ struct Absolute {
   static T f(T a) { return std::fabs(a); }
 };
 
-// .ftz: operands and results.
+// With .ftz, operands and results are flushed.
 template <class F>
 struct Flushed {
   static float f(float a, float b) { return flushed(F::f(flushed(a), flushed(b))); }
   static float f(float a, float b, float c) { return flushed(F::f(flushed(a), flushed(b), flushed(c))); }
 };
-// .sat: to [0, 1], NaN to 0.
+// With .sat, the result is clamped to [0, 1], and NaN becomes 0.
 template <class F>
 struct Saturated {
   static float clamp(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }
@@ -91,7 +91,7 @@ template <char kMode>
 struct MultiplyAddRounded {
   static float f(float a, float b, float c) { return fma_rounded(a, b, c, kMode); }
 };
-// PTX: where 2^126 < |b| < 2^128 the quotient is 0, or NaN for an infinite dividend.
+// By PTX, the quotient is 0 where 2^126 < |b| < 2^128, or NaN for an infinite dividend.
 struct DivideApproximately {
   static float f(float a, float b) {
     const float size = std::fabs(b);
@@ -118,7 +118,7 @@ Handler modified_ternary(const Statement& statement) {
                            kTernary<float, Saturated<F>>);
 }
 
-// With a mode other than to nearest.
+// The handlers for modes other than rounding to nearest.
 template <template <char> class F>
 Handler rounded_binary(char mode) {
   return mode == 'z' ? kBinary<float, F<'z'>> : mode == 'm' ? kBinary<float, F<'m'>> : kBinary<float, F<'p'>>;

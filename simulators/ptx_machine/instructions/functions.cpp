@@ -1,4 +1,4 @@
-// Functions of one number: exponentials, logarithms, reciprocals, roots.
+// Executes functions of one number: exponentials, logarithms, reciprocals, roots.
 #include <cmath>
 
 #include "instructions/choosers.h"
@@ -10,7 +10,7 @@ namespace ptx_machine {
 
 namespace {
 
-// Approximations may be off, by the same for the same number.
+// Makes an approximation wrong by a few units, always the same for the same number.
 float approximate(float exact) {
   const int most = options().approximation;
   if (most == 0 || !std::isfinite(exact) || exact == 0) return exact;
@@ -20,7 +20,7 @@ float approximate(float exact) {
   return std::isnormal(moved) ? moved : exact;
 }
 
-// Exact for integers, which CUDA's own functions rely on.
+// Results for integers are exact, because CUDA's own functions rely on that.
 struct Exp2 {
   static float f(float a) { return a == std::rint(a) ? std::exp2(a) : approximate(canonical(std::exp2(a))); }
 };
@@ -51,7 +51,7 @@ struct RootOfDouble {
 struct ReciprocalOfDouble {
   static double f(double a) { return 1.0 / a; }
 };
-// The approximations of float64 know the upper 32 bits alone, and the lower ones of results are 0.
+// The approximations of float64 use only the upper 32 bits, and the lower 32 bits of their results are 0.
 inline double upper_half(double value) {
   return bits_as<double>(bits_as<u64>(value) & 0xffffffff00000000ull);
 }

@@ -1,4 +1,4 @@
-// Arithmetic of integers.
+// Executes arithmetic of integers.
 #include <type_traits>
 
 #include "instructions/choosers.h"
@@ -24,7 +24,7 @@ template <class T>
 struct Maximum {
   static T f(T a, T b) { return a < b ? b : a; }
 };
-// What a division by zero gives is not defined; PTX wraps the smallest number around.
+// A division by zero has no defined result; in PTX the smallest number divided by -1 wraps around.
 template <class T>
 struct Divide {
   static T f(T a, T b) {

@@ -1,5 +1,5 @@
-// Handlers for functions of one number each, computed for all lanes side by side. Lanes that are not in the
-// mask keep what they had.
+// Handlers that compute a function of one lane's numbers for all lanes. Lanes that are not in the mask keep
+// what they had.
 #pragma once
 
 #include "execute/warp.h"
@@ -51,7 +51,7 @@ void ternary(Warp& warp, const Instruction& ins, u32 mask) {
   }
 }
 
-// Of one type.
+// The handlers if all operands have one type.
 template <class T, class F>
 constexpr Handler kUnary = &unary<T, T, F>;
 template <class T, class F>
@@ -59,7 +59,7 @@ constexpr Handler kBinary = &binary<T, T, T, F>;
 template <class T, class F>
 constexpr Handler kTernary = &ternary<T, T, T, F>;
 
-// F<T> for the unsigned type of so many bits, or for the type that PTX calls so.
+// The handlers of F<T>, for the unsigned type of so many bits or for the type that PTX names.
 template <template <class> class F>
 Handler unary_of_bits(int bits) {
   return bits == 16 ? kUnary<u16, F<u16>> : bits == 32 ? kUnary<u32, F<u32>> : kUnary<u64, F<u64>>;

@@ -1,4 +1,4 @@
-// ld and st. operands: the address, the registers of the vector; variant: the space.
+// Executes ld and st. operands: the address, the registers of the vector; variant: the space.
 #include <algorithm>
 
 #include "instructions/access.h"
@@ -90,7 +90,7 @@ bool choose_load(Statement& statement) {
   const bool loads = statement.name() != "st";
   const Operand &where = statement.operands.at(loads ? 1 : 0), &what = statement.operands.at(loads ? 0 : 1);
   ins.immediate = statement.address(where, 0);
-  // Parameters of functions that are called are local memory: the variable knows.
+  // The variable's space decides, because parameters of called functions are local memory.
   const Space space = where.symbol ? where.space : statement.space();
   if (!loads && space == Space::kParameters) return false;
   ins.variant = static_cast<u8>(space);
@@ -102,7 +102,7 @@ bool choose_load(Statement& statement) {
   for (const Operand& part : parts) {
     if (part.kind == Operand::Kind::kRegister) bits = part.bits;
   }
-  if (bits == 0) bits = std::max(statement.bits(), 16);  // numbers alone
+  if (bits == 0) bits = std::max(statement.bits(), 16);  // all operands are numbers
   for (size_t n = 0; n < parts.size(); ++n) {
     const bool unused = parts[n].kind == Operand::Kind::kSink;
     ins.operands[1 + n] = unused ? kNoOperand : statement.builder.source(parts[n], bits);

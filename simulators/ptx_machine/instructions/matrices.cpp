@@ -1,4 +1,4 @@
-// ldmatrix and mma.
+// Executes ldmatrix and mma.
 #include "../cuda_emulator/tensor_core.h"
 #include "instructions/access.h"
 #include "instructions/choosers.h"
@@ -12,7 +12,7 @@ namespace {
 namespace tensor_core = selfattn::emulator;
 
 constexpr u32 kRowBytes = 16;
-constexpr int kRows = 8;  // and columns, of a matrix of 16-bit elements
+constexpr int kRows = 8;  // rows, and columns, of a matrix of 16-bit elements
 constexpr int kMostMatrices = 4;
 
 u16 element(const u8* row, int column) {
@@ -21,8 +21,8 @@ u16 element(const u8* row, int column) {
   return value;
 }
 
-// operands: the address of a row, the registers; lane l gives row l % 8 of matrix l / 8. Lanes beyond those
-// of the matrices give addresses that nobody reads.
+// operands: the address of a row, the registers. Lane l gives row l % 8 of matrix l / 8. Lanes beyond those
+// of the matrices give addresses that are not read.
 void load_matrix(Warp& warp, const Instruction& ins, u32) {
   const bool transposed = ins.variant != 0;
   MemoryAccess access;
@@ -48,8 +48,8 @@ void load_matrix(Warp& warp, const Instruction& ins, u32) {
   }
 }
 
-// d = a b + c. operands: d[4], a[4], b[2], c[4]. A register of all lanes, seen as 16-bit elements, is a
-// matrix of 8 rows of a, or of 8 columns of b; the accumulator's are 8 rows of 4 pairs.
+// Computes d = a b + c. operands: d[4], a[4], b[2], c[4]. A register of all lanes, seen as 16-bit elements,
+// is a matrix of 8 rows of a, or of 8 columns of b; one of the accumulator is 8 rows of 4 pairs.
 template <float (*kConvert)(u16)>
 void multiply(Warp& warp, const Instruction& ins, u32) {
   tensor_core::MmaOperands operands;

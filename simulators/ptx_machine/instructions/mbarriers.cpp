@@ -1,4 +1,4 @@
-// mbarrier.*, and the fences that copies need. operands: the address, then what the comments say.
+// mbarrier.*, and the fences that copies need. The first operand is the address; comments name the others.
 #include <map>
 
 #include "execute/races.h"
@@ -29,7 +29,7 @@ void for_barriers(Warp& warp, const Instruction& ins, u32 mask, Access access, F
   }
 }
 
-// The arrivals.
+// The operand is the number of arrivals.
 void initialise(Warp& warp, const Instruction& ins, u32 mask) {
   const u32* arrivals = warp.source<u32>(ins, 1);
   for_barriers(warp, ins, mask, Access::kWrite, [&](int l, u32 offset) {
@@ -37,7 +37,7 @@ void initialise(Warp& warp, const Instruction& ins, u32 mask) {
   });
 }
 
-// count: whether bytes are announced, which the operand has.
+// count: whether the operand announces bytes.
 void arrive(Warp& warp, const Instruction& ins, u32 mask) {
   const u32* bytes = ins.count != 0 ? warp.source<u32>(ins, 1) : nullptr;
   for_barriers(warp, ins, mask, Access::kAtomic, [&](int l, u32 offset) {
@@ -46,11 +46,11 @@ void arrive(Warp& warp, const Instruction& ins, u32 mask) {
   });
 }
 
-// The parity, and the predicate that says whether its phase has ended.
+// The operands are the parity, and the predicate that says whether its phase has ended.
 void test(Warp& warp, const Instruction& ins, u32 mask) {
   const u32* parities = warp.source<u32>(ins, 1);
   u32 ended = 0;
-  std::map<u32, u32> seen;  // the lanes that see a phase of a barrier end
+  std::map<u32, u32> seen;  // for each barrier, the lanes that see its phase end
   for_barriers(warp, ins, mask, Access::kAtomic, [&](int l, u32 offset) {
     if (parities[l] > 1) fail(warp, ins, 1u << l, "a parity that is neither 0 nor 1");
     if (warp.block->mbarriers.has_ended(warp, ins, l, offset, parities[l])) {
@@ -92,7 +92,7 @@ bool choose_mbarrier(Statement& statement) {
   }
   ins.immediate = statement.address(operands.at(1), 0);
   if (statement.has("arrive")) {
-    // States are not kept, and counts are not given: nobody needs them.
+    // States are not kept and counts of arrivals are not read, because no kernel uses them.
     ins.count = statement.has("expect_tx") ? 1 : 0;
     if (operands[0].kind != Operand::Kind::kSink || operands.size() != 2u + ins.count) return false;
     if (ins.count != 0) ins.operands[1] = statement.builder.source(operands[2], 32);

@@ -1,4 +1,4 @@
-// mov, also of vectors, and cvta.
+// Executes mov, also of vectors, and cvta.
 #include "instructions/choosers.h"
 #include "instructions/lanes.h"
 
@@ -18,7 +18,7 @@ void copy_predicate(Warp& warp, const Instruction& ins, u32 mask) {
   warp.set_predicate(ins.operands[0], warp.predicate(ins.operands[1]), mask);
 }
 
-// `count` parts of `variant` bits, the first in the low bits.
+// `count` parts of `variant` bits make a whole, the first one in the low bits.
 template <class Part, class Whole>
 void pack(Warp& warp, const Instruction& ins, u32 mask) {
   Whole* d = warp.target<Whole>(ins, 0);
@@ -44,7 +44,7 @@ void unpack(Warp& warp, const Instruction& ins, u32 mask) {
   }
 }
 
-// From an address of a space to a generic one, or back.
+// Converts an address of a space to a generic one, or back.
 template <class To, class From>
 void add_constant(Warp& warp, const Instruction& ins, u32 mask) {
   To* d = warp.target<To>(ins, 0);

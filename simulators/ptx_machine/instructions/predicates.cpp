@@ -1,4 +1,4 @@
-// Logic of bits and of predicates, comparisons, choices.
+// Executes logic of bits and of predicates, comparisons, and choices.
 #include <cmath>
 
 #include "instructions/choosers.h"
@@ -25,7 +25,7 @@ struct Not {
   static T f(T a) { return static_cast<T>(~a); }
 };
 
-// Of masks of lanes.
+// Combines predicates, which are masks of lanes.
 template <template <class> class F>
 void logic_of_two(Warp& warp, const Instruction& ins, u32 mask) {
   const u32 result = F<u32>::f(warp.predicate(ins.operands[1]), warp.predicate(ins.operands[2]));
@@ -35,7 +35,7 @@ void logic_not(Warp& warp, const Instruction& ins, u32 mask) {
   warp.set_predicate(ins.operands[0], ~warp.predicate(ins.operands[1]), mask);
 }
 
-// Bit l says whether byte l is 1; the bytes are 0 or 1.
+// Returns a mask whose bit l says whether byte l is 1; the bytes are 0 or 1.
 u32 mask_of(const u8 (&truths)[kLanes]) {
   u32 mask = 0;
   for (int n = 0; n < kLanes; n += 8) {
@@ -47,7 +47,7 @@ u32 mask_of(const u8 (&truths)[kLanes]) {
 }
 
 enum class Comparison { kEq, kNe, kLt, kLe, kGt, kGe, kEqu, kNeu, kLtu, kLeu, kGtu, kGeu, kNum, kNan };
-constexpr int kOfIntegers = 6;  // that many of them
+constexpr int kOfIntegers = 6;  // how many of the comparisons are for integers
 enum class Combination : u8 { kNone, kAnd, kOr, kXor };
 
 template <Comparison kHow, class T>
@@ -85,7 +85,7 @@ bool compare(T a, T b) {
   }
 }
 
-// operands: the result, its opposite, a, b, and a predicate c that both are combined with
+// operands: the result, its opposite, a, b, and a predicate c with which both results are combined
 template <class T, Comparison kHow>
 void set_predicate(Warp& warp, const Instruction& ins, u32 mask) {
   const T *a = warp.source<T>(ins, 2), *b = warp.source<T>(ins, 3);
@@ -138,7 +138,7 @@ Handler comparison_of(const std::string& type, int how) {
 bool choose_setp(Statement& statement) {
   Instruction& ins = statement.instruction;
   std::string& word = statement.words.at(1);
-  // Of unsigned integers: lower, lower or same, and so on.
+  // Unsigned integers have other names for comparisons: lower, lower or same, and so on.
   const char* const aliases[][2] = {{"lo", "lt"}, {"ls", "le"}, {"hi", "gt"}, {"hs", "ge"}};
   for (const auto& alias : aliases) {
     if (word == alias[0]) word = alias[1];

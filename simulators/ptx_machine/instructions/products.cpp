@@ -1,4 +1,4 @@
-// wgmma: products of a warpgroup. target of mma_async: its number in Kernel::products; immediate of
+// wgmma: products of a warpgroup. target of mma_async: the product's number in Kernel::products; immediate of
 // wait_group: how many groups may be on their way.
 #include <cstdlib>
 
@@ -10,7 +10,7 @@ namespace ptx_machine {
 namespace {
 
 constexpr u32 kMostColumns = 256, kColumnsOfStep = 8;
-// Products of mma.m16n8k16 that a warp's part is worth, for counts: one for each eight columns.
+// For counts, a warp's part of a product is worth one mma.m16n8k16 for every eight columns.
 constexpr u32 kColumnsOfMma = 8;
 
 u64 descriptor_of(const Warp& warp, const Instruction& ins, u32 operand) {
@@ -55,13 +55,13 @@ bool is_one(const Operand& operand) {
   return operand.kind == Operand::Kind::kImmediate && operand.value == 1;
 }
 
-// 0 and 1 for the last operands.
+// Reads one of the last operands, which are 0 or 1.
 bool read_turn(const Operand& operand, bool* turned) {
   *turned = operand.value == 1;
   return operand.kind == Operand::Kind::kImmediate && operand.value <= 1;
 }
 
-// d, a, b, whether the old d is added, signs of a and b, turns of a (in memory) and b
+// operands: d, a, b, whether the old d is added, signs of a and b, whether a (in memory) and b are turned
 bool choose_multiplication(Statement& statement) {
   const auto& operands = statement.operands;
   const std::string& shape = statement.words.at(4);

@@ -1,4 +1,4 @@
-// setmaxnreg: warps give up registers, and take them. immediate: how many a thread has then.
+// setmaxnreg: warps give up registers or take them. immediate: how many registers a thread has then.
 #include "execute/warp.h"
 #include "instructions/choosers.h"
 

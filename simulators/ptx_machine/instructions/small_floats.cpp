@@ -1,5 +1,5 @@
-// Arithmetic of float16 and bfloat16, alone and in pairs. It goes through float, which has more than twice
-// the bits of both, so that rounding once more changes nothing.
+// Executes arithmetic of float16 and bfloat16, alone and in pairs. It goes through float, which has more than
+// twice the bits of both, so that rounding twice changes nothing.
 #include "instructions/choosers.h"
 #include "instructions/float_rounding.h"
 #include "instructions/lanes.h"
@@ -30,7 +30,7 @@ struct Small {
       case Operation::kMultiply:
         return kDown(x * y);
       case Operation::kMultiplyAdd: {
-        // Rounded to odd at first: then rounding once more changes nothing here, either.
+        // The sum is rounded to odd first, so that rounding twice changes nothing here, either.
         double error;
         const double sum = two_sum(static_cast<double>(x) * y, z, &error);
         float single = static_cast<float>(sum);

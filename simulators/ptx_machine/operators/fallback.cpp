@@ -1,7 +1,8 @@
-// torch's own operators on CUDA tensors: they run as CPU operators on the same memory.
+// Runs torch's own operators on CUDA tensors as CPU operators on the same memory.
 //
-// Registered for the key CUDA in place of torch's kernels, which have no PTX. While a stream is busy or
-// captured, an operator runs once on zeros, for the shapes of its results, and is submitted to the stream.
+// They are registered for the key CUDA in place of torch's kernels, which have no PTX. While a stream is busy
+// or captured, an operator runs once on zeros, for the shapes of its results, and is then submitted to the
+// stream.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -14,7 +15,7 @@
 
 #include "operators/host_tensors.h"
 
-// runtime/devices.cpp
+// This is in runtime/devices.cpp.
 extern "C" bool ptx_machine_is_idle(void* stream);
 extern "C" void ptx_machine_submit(void* stream, std::function<void()>* work);
 
@@ -24,8 +25,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// Their results are numbers on the host, or have shapes that depend on what the device has computed: they
-// wait.
+// These operators wait for the stream, because their results are numbers on the host, or have shapes that
+// depend on what the device has computed.
 const std::set<std::string> kWaiting = {"aten::_local_scalar_dense",
                                         "aten::item",
                                         "aten::equal",
@@ -38,7 +39,7 @@ const std::set<std::string> kWaiting = {"aten::_local_scalar_dense",
                                         "aten::bincount",
                                         "aten::repeat_interleave"};
 
-// They make memory or views, or are about the device: torch's own do that here, too.
+// These make memory or views, or are about the device, so torch's own implementations work here, too.
 const std::set<std::string> kNative = {"aten::empty",
                                        "aten::empty_strided",
                                        "aten::resize_",
@@ -52,7 +53,7 @@ const std::set<std::string> kNative = {"aten::empty",
                                        "aten::_has_same_storage_numel",
                                        "aten::detach",
                                        "aten::alias"};
-// site/fused_attention.py has these.
+// site/fused_attention.py implements these.
 constexpr const char* kFusedAttention[] = {"aten::_scaled_dot_product_", "aten::_efficient_attention_"};
 
 void call_on_host(const c10::OperatorHandle& op, Stack& stack) {
@@ -86,14 +87,14 @@ NewResults run(const c10::OperatorHandle& op, Stack& stack, size_t begin, HostCa
   return made;
 }
 
-// What the stream does later: the operator with the same arguments, its new results to where they are
-// expected.
+// Returns what the stream does later: it runs the operator with the same arguments, and writes its new
+// results to where they are expected.
 std::function<void()> later(const c10::OperatorHandle& op, Stack arguments,
                             std::vector<at::Tensor> expected) {
   auto generator = std::make_shared<std::optional<at::Generator>>();
   return [op, arguments = std::move(arguments), expected = std::move(expected), generator] {
     HostCall call(/*captured=*/true, /*trial=*/false);
-    call.generator = *generator;  // draws on at each launch of a graph
+    call.generator = *generator;  // goes on drawing at each launch of a graph
     Stack stack = arguments;
     call.convert(op.schema(), stack, 0);
     *generator = call.generator;
@@ -111,7 +112,7 @@ std::function<void()> later(const c10::OperatorHandle& op, Stack arguments,
   };
 }
 
-// Memory of the host that the program may change as soon as the call returns.
+// Copies memory of the host, which the program may change as soon as the call returns.
 c10::IValue kept(const c10::IValue& value) {
   if (!value.isTensor() || !value.toTensor().defined()) return value;
   const at::Tensor& tensor = value.toTensor();
@@ -148,7 +149,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   for (const auto& [device, host] : run(op, *stack, begin, call, false)) copy_elements(device, host);
 }
 
-// Nested tensors with padding: torch's way for the CPU is made of other operators, that for CUDA is a kernel.
+// Runs operators on nested tensors with padding: torch composes them of other operators on the CPU, where it
+// has a kernel on CUDA.
 void as_of_nested_on_host(const c10::OperatorHandle& op, Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::NestedTensorCPU), stack);
 }
@@ -162,7 +164,7 @@ bool is_replaced(const c10::OperatorName& name) {
   if (!op.has_value() || !op->hasSchema()) return false;
   if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && name.name != "aten::copy_") return false;
   for (const c10::Argument& result : op->schema().returns()) {
-    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return false;  // a view
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return false;  // it is a view
   }
   return true;
 }
@@ -185,7 +187,7 @@ torch::Library* replace_operators_of_nested_tensors() {
   return library;
 }
 
-// As the library is loaded, for the rest of the process.
+// The operators are registered as the library is loaded, for the rest of the process.
 torch::Library* const libraries[] = {replace_operators(), replace_operators_of_nested_tensors()};
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace ptx_machine {
 
 namespace {
 
-// Of the generator's offset, as one of torch's kernels would take.
+// Each call advances the generator's offset by this, as one of torch's kernels would.
 constexpr uint64_t kNumbersOfCall = 4;
 
 bool share_memory(const at::Tensor& one, const at::Tensor& other) {
@@ -27,7 +27,8 @@ at::Tensor on_host(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.has_storage()) {
     return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   }
-  // Over the whole storage, so that operators on views with other offsets see the same.
+  // The CPU tensor covers the whole storage, so that operators on views with other offsets see the same
+  // memory.
   c10::Storage storage(c10::Storage::use_byte_size_t{}, tensor.storage().nbytes(),
                        at::DataPtr(const_cast<void*>(tensor.storage().data()), at::kCPU), nullptr, false);
   at::Tensor host = at::detail::make_tensor<at::TensorImpl>(

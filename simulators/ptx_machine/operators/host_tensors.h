@@ -10,10 +10,10 @@
 
 namespace ptx_machine {
 
-// Results that are new: on the device, and where the CPU's operator has put them.
+// New results: each on the device, and where the CPU's operator has put it.
 using NewResults = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
-// What an operator gets for its arguments, and what comes back.
+// Converts the arguments of an operator, and its results back.
 class HostCall {
  public:
   // `captured` calls draw the same random numbers at each launch; a `trial` runs on zeros, for the shapes of
@@ -22,16 +22,17 @@ class HostCall {
 
   // Replaces the arguments, from `begin` on.
   void convert(const c10::FunctionSchema& schema, torch::jit::Stack& stack, size_t begin);
-  // The device's tensor for a result: an argument, a view of one, or a new one, which `made` gets.
+  // Returns the device's tensor for a result: an argument, a view of one, or a new tensor, which is added to
+  // `made`.
   at::Tensor device_of(const at::Tensor& result, NewResults* made);
-  // Whether a result lies in an argument's memory.
+  // Returns whether a result lies in an argument's memory.
   bool is_argument(const at::Tensor& result) const;
-  // Arguments that the operator wrote, and that it moved or resized on the host, to the device.
+  // Copies arguments that the operator wrote, and that were moved or resized on the host, to the device.
   void write_back() const;
-  // The same for a trial: sizes alone.
+  // Does the same for a trial, for sizes alone.
   void resize_written() const;
 
-  std::optional<at::Generator> generator;  // that it draws from
+  std::optional<at::Generator> generator;  // the generator that the operator draws from
 
  private:
   struct Pair {
@@ -46,7 +47,7 @@ class HostCall {
   bool captured_, trial_;
 };
 
-// The memory of a CUDA tensor as a CPU tensor; other tensors as they are.
+// Returns the memory of a CUDA tensor as a CPU tensor; other tensors stay as they are.
 at::Tensor on_host(const at::Tensor& tensor);
 void copy_elements(const at::Tensor& device, const at::Tensor& host);
 

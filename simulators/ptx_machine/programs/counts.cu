@@ -1,6 +1,6 @@
 // Kernels whose counts are known by hand, for tests of SELFATTN_PTX_COUNTS: `counts NAME` launches one twice.
-// What is counted stands in statements that the compiler leaves as they are; addresses and branches, which it
-// makes, are not compared.
+// What is counted stands in statements that the compiler leaves as they are; the tests do not compare
+// addresses and branches, which the compiler makes.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -14,21 +14,21 @@ namespace sm80 = selfattn::cuda::sm80;
 namespace {
 
 constexpr int kThreads = 64, kBlocks = 3;
-constexpr int kWords = 32 * kThreads;  // of each array
+constexpr int kWords = 32 * kThreads;  // words of each array
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
-// All blocks read the same words, 4 bytes a lane side by side, and write their own.
+// All blocks read the same words, 4 bytes a lane side by side, and each writes words of its own.
 __global__ void coalesced(const uint32_t* in, uint32_t* out) {
   out[blockIdx.x * kThreads + threadIdx.x] = in[threadIdx.x];
 }
 
-// A load of 4 bytes in every 128, and one of 16 bytes a lane side by side: 8 sectors have both.
+// A load of 4 bytes in every 128, and a load of 16 bytes a lane side by side: both take 8 sectors.
 __global__ void strided(const uint32_t* in, uint32_t* out) {
   uint32_t words[4];
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "l"(in + 4 * threadIdx.x));
-  if (in[32 * threadIdx.x] + words[0] == 1) out[0] = 1;  // never: they are 0
+  if (in[32 * threadIdx.x] + words[0] == 1) out[0] = 1;  // never happens, as they are 0
 }
 
 // Stores of 32 words of one bank; a load of neighbouring words, without a conflict; a load of the same 16
@@ -78,8 +78,8 @@ __global__ void arithmetic(const uint32_t*, uint32_t* out) {
   out[threadIdx.x] = __float_as_uint(value);
 }
 
-// Eight rows of 64 numbers of float32, stored as the kernels for tensor cores store them: three pieces of
-// each.
+// Eight rows of 64 numbers of float32, stored as the kernels for tensor cores store them, in three pieces for
+// each number.
 struct Pieces : sm80::Config<selfattn::DType::kFloat32, 64, sm80::Path::kOptions> {
   static constexpr int kThreads = 64;
 };

@@ -1,4 +1,4 @@
-// Kernels with what the PTX machine has and the package's kernels do not use. Their results are known:
+// Kernels with features of the PTX machine that the package's kernels do not use. Their results are known:
 // `features NAME` prints the words that one wrote, on a line.
 #include <cstdint>
 #include <cstdio>
@@ -21,10 +21,10 @@ __global__ void variables(uint32_t* out) {
   out[threadIdx.x] = squares[threadIdx.x % 8] + before + static_cast<uint32_t>(factors[1] * 8 + factors[2]);
 }
 
-// Wrong: the last threads read behind the end.
+// Wrong: the last threads read beyond the end.
 __global__ void variables_beyond(uint32_t* out) { out[threadIdx.x] = squares[threadIdx.x / 7]; }
 
-// The first warp writes and arrives; the second waits for it.
+// The first warp writes and arrives; the second warp waits for it.
 template <bool kEarly>
 __device__ void arrive(uint32_t* out) {
   __shared__ uint32_t words[32];
@@ -39,15 +39,15 @@ __device__ void arrive(uint32_t* out) {
   }
 }
 __global__ void arrival(uint32_t* out) { arrive<false>(out); }
-// Wrong: what is written behind the arrival may come after what is read.
+// Wrong: what is written after the arrival may come after what is read.
 __global__ void arrival_early(uint32_t* out) { arrive<true>(out); }
-// Wrong: nobody arrives.
+// Wrong: no warp arrives.
 __global__ void arrival_missing(uint32_t* out) {
   if (threadIdx.x >= 32) asm volatile("bar.sync 1, 64;" ::: "memory");
   out[threadIdx.x] = 0;
 }
 
-// A .sync instruction behind a guard, which half of the lanes pass.
+// A .sync instruction with a guard, which half of the lanes pass.
 template <uint32_t kMembers>
 __device__ void vote_of_half(uint32_t* out) {
   uint32_t votes = 5;
@@ -59,7 +59,7 @@ __device__ void vote_of_half(uint32_t* out) {
   out[threadIdx.x] = votes;
 }
 __global__ void guarded(uint32_t* out) { vote_of_half<0xffff>(out); }
-// Wrong: the others are waited for, too.
+// Wrong: the instruction waits for the other half, too.
 __global__ void guarded_for_all(uint32_t* out) { vote_of_half<kWholeWarp>(out); }
 
 // The halves of each warp synchronise by themselves, in one place with masks of their own, and lanes read
@@ -75,7 +75,7 @@ __global__ void halves(uint32_t* out) { halves_read(out, 8); }
 // Wrong: the neighbour is in the other half.
 __global__ void halves_beyond(uint32_t* out) { halves_read(out, 16); }
 
-// Both halves read the upper half's words, that half twice, and then it overwrites them.
+// Both halves read the upper half's words, the upper half twice, and then the upper half overwrites them.
 template <bool kRight>
 __device__ void overwrite(uint32_t* out) {
   __shared__ uint32_t words[kThreads];
@@ -106,13 +106,13 @@ __global__ void half_words(uint32_t* out) { write_half_words<0>(out); }
 // Wrong: nothing orders a lane's write and what its neighbour reads.
 __global__ void half_words_of_neighbours(uint32_t* out) { write_half_words<1>(out); }
 
-// Wrong: lanes whose masks say that they meet have different ones.
+// Wrong: lanes that meet, by their masks, have different masks.
 __global__ void masks_differ(uint32_t* out) {
   __syncwarp(threadIdx.x % 32 < 16 ? kWholeWarp : 0xffff0000u);
   out[threadIdx.x] = 0;
 }
 
-// Both branches of an if have a collective of their own lanes. Since compute capability 8.0.
+// Both branches of an if have a collective of their own lanes. This works since compute capability 8.0.
 __global__ void parts(uint32_t* out) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   const uint32_t lane = threadIdx.x % 32;
@@ -137,8 +137,9 @@ __global__ void calls(uint32_t* out) {
   out[threadIdx.x] = called(threadIdx.x, table);
 }
 
-// Labels of the same name in blocks of braces beside and within each other: 1 for each of n + 1 rounds, and
-// in each 10 for each of three. Branches behind the inner loop find the labels of the block around.
+// Labels have the same name in blocks of braces beside and within each other. The result is 1 for each of n +
+// 1 rounds, and in each round 10 for each of three. Branches after the inner loop find the labels of the
+// outer block.
 __device__ uint32_t rounds_within_rounds(uint32_t n) {
   uint32_t sum = 0;
   asm volatile(
@@ -163,7 +164,7 @@ __global__ void votes(uint32_t* out) {
   out[threadIdx.x] = static_cast<uint32_t>(count) + (__all_sync(kWholeWarp, 1) ? 1000 : 0);
 }
 
-// What the text was compiled for.
+// Returns the architecture that the text was compiled for.
 __global__ void generation(uint32_t* out) {
 #ifdef __CUDA_ARCH__
   out[threadIdx.x] = __CUDA_ARCH__;

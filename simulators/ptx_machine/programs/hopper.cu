@@ -1,5 +1,5 @@
-// Kernels with Hopper's instructions, whose results are compared with plain loops on the host:
-// `hopper products|boxes|encode|generation` says how many numbers differ, or what the answers are.
+// Kernels with Hopper's instructions, compared with plain loops on the host. `hopper
+// products|boxes|encode|generation` says how many numbers differ, or what the answers are.
 #include "hopper_host.h"
 
 namespace hopper {
@@ -11,7 +11,7 @@ namespace {
 constexpr int kRows = 64, kDepth = 128, kPanel = 64;
 enum class Left { kMemory, kTurned, kRegisters };
 
-// d (64 x columns) = a b + 1: a has kDepth columns, or rows where it is turned; b likewise.
+// Computes d (64 x columns) = a b + 1: a has kDepth columns, or rows if it is turned; b likewise.
 template <bool kBFloat16, int kColumns, Left kLeft, bool kRightTurned>
 __global__ void __launch_bounds__(128) multiply(const __grid_constant__ Maps maps, float* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(128) multiply(const __grid_constant__ Maps map
     for (int step = 0; step < kDepth / 16; ++step) {
       for (int n = 0; n < 4; ++n) {
         const int row = warp * 16 + lane / 4 + n % 2 * 8, column = step * 16 + lane % 4 * 2 + n / 2 * 8;
-        const int chunk = column % 64 / 8 ^ row % 8;  // as the swizzle puts them
+        const int chunk = column % 64 / 8 ^ row % 8;  // where the swizzle puts it
         fragments[step][n] = *reinterpret_cast<const uint32_t*>(left + column / 64 * kRows * 128 + row * 128 +
                                                                 chunk * 16 + column % 8 * 2);
       }
@@ -138,11 +138,11 @@ constexpr int kBoxRows = 32, kBoxes = 8;
 struct Place {
   int column, row, head, batch;
 };
-// Within the tensor of 80 x 50 x 3 x 2, across each of its edges, and beyond it.
+// The boxes are within the tensor of 80 x 50 x 3 x 2, across each of its edges, and beyond it.
 constexpr Place kPlaces[kBoxes] = {{0, 0, 0, 0},  {16, 5, 2, 1}, {64, 40, 1, 0}, {-8, -3, 0, 1},
                                    {0, 50, 0, 0}, {80, 0, 0, 0}, {0, 0, 3, 0},   {-70, 0, 1, -1}};
 
-// Of each warp one lane, the first.
+// Elects one lane of each warp, the first.
 __device__ bool is_elected() {
   uint32_t elected = 0;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -220,7 +220,7 @@ void boxes() {
   }
 }
 
-// ---- What the driver says of maps; what the text was compiled for ----
+// ---- The driver's answers about maps; the architecture that the text was compiled for ----
 
 struct Question {
   const char* what;

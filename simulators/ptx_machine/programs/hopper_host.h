@@ -1,5 +1,4 @@
-// What the programs of Hopper's instructions have in common: tensor maps by CUDA's driver, memory, 16-bit
-// numbers.
+// Host code of the programs with Hopper's instructions: tensor maps, memory, 16-bit numbers.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +37,7 @@ inline Encode driver_encode() {
 struct Tensor {
   uint16_t* data = nullptr;
   int64_t sizes[4] = {};
-  int64_t strides[4] = {};  // in elements
+  int64_t strides[4] = {};  // counted in elements
 };
 
 inline TensorMap map_of(const Tensor& tensor, int box_rows, bool bfloat16) {
@@ -79,7 +78,7 @@ std::vector<T> to_host(const T* memory, size_t count) {
   return values;
 }
 
-// Integers of few bits, whose sums of products float32 and tensor cores have exactly.
+// Integers of few bits, whose sums of products are exact in float32 and on tensor cores.
 inline int small_number(uint32_t n) { return static_cast<int>((n * 2654435761u >> 13) % 9) - 4; }
 inline uint16_t bits_of(int number, bool bfloat16) {
   if (number == 0) return 0;
@@ -96,7 +95,7 @@ struct Maps {
   TensorMap left, right;
 };
 
-// A tensor of `rows` times `columns` small numbers.
+// Makes a tensor of `rows` times `columns` small numbers.
 inline Tensor matrix(int rows, int columns, bool bfloat16, uint32_t seed) {
   std::vector<uint16_t> values;
   for (int n = 0; n < rows * columns; ++n)

@@ -1,5 +1,5 @@
-// A warpgroup that brings tiles and two that multiply them, with all of Hopper's instructions. It prints how
-// many numbers differ from those of plain loops on the host.
+// A warpgroup that brings tiles and two that multiply them, with all of Hopper's instructions. The program
+// prints how many numbers differ from those of plain loops on the host.
 #include "hopper_host.h"
 
 namespace hopper {
@@ -8,15 +8,16 @@ namespace {
 
 constexpr int kTiles = 7, kStages = 2, kTileBytes = 64 * 128;
 
-// Two warpgroups sum up the products of their own tiles of the left tensor and common ones of the right
-// tensor, which a third warpgroup brings. They take turns, as attention's do for their softmax.
+// Two warpgroups sum up the products of their own tiles of the left tensor and common tiles of the right
+// tensor, which a third warpgroup brings. They take turns, as the warpgroups of attention do for their
+// softmax.
 __global__ void __launch_bounds__(384) sum_products(const __grid_constant__ Maps maps, float* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ uint64_t full[kStages], empty[kStages];
   if (threadIdx.x == 0) {
     for (int n = 0; n < kStages; ++n) {
       ptx::barrier_init(&full[n], 1);
-      ptx::barrier_init(&empty[n], 2 * 4);  // an arrival by each warp
+      ptx::barrier_init(&empty[n], 2 * 4);  // each warp arrives once
     }
     ptx::barrier_init_fence();
   }
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(384) sum_products(const __grid_constant__ Maps
   for (int tile = 0; tile < 8; ++tile) {
     for (int n = 0; n < 4; ++n) d[tile][n] = 0.0f;
   }
-  if (group == 2) ptx::arrive_threads(1, 256);  // the first turn is the other's
+  if (group == 2) ptx::arrive_threads(1, 256);  // the other group has the first turn
   for (int tile = 0; tile < kTiles; ++tile) {
     const int stage = tile % kStages;
     unsigned char* const from = memory + stage * 3 * kTileBytes;

@@ -1,5 +1,5 @@
 // Wrong kernels with Hopper's instructions, each of which the PTX machine must report. `hopper_wrong NAME`
-// runs one, `hopper_wrong right` their parts without a fault, `hopper_wrong names` lists them.
+// runs one, `hopper_wrong right` runs their parts without a fault, `hopper_wrong names` lists them.
 #include "hopper_host.h"
 
 namespace hopper {
@@ -39,8 +39,8 @@ enum Fault {
 
 constexpr int kTiles = 4, kTileBytes = 64 * 128, kThreads = 256;
 
-// The first warpgroup brings tiles, one after the other into one place; the second multiplies each by itself,
-// and by what it has written itself.
+// The first warpgroup brings tiles, one after the other into one place. The second multiplies each tile by
+// itself, and by what it has written itself.
 template <int kFault>
 __device__ void run(const TensorMap* map, float* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -97,7 +97,7 @@ __device__ void run(const TensorMap* map, float* out) {
     ptx::take_registers<256>();
   }
   auto* const words = reinterpret_cast<uint32_t*>(own);
-  for (int n = thread; n < kTileBytes / 4; n += 128) words[n] = 0x3f803f80u;  // 1 and 1
+  for (int n = thread; n < kTileBytes / 4; n += 128) words[n] = 0x3f803f80u;  // two ones
   if (kFault != k_proxy_fence_missing && kFault != k_proxy_fence_behind_barrier) ptx::fence_async_proxy();
   if (kFault == k_counts_differ) {
     ptx::sync_threads(2, 256);
@@ -115,7 +115,7 @@ __device__ void run(const TensorMap* map, float* out) {
   }
   uint32_t left[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
   for (int n = 0; n < kTiles; ++n) {
-    // One lane waits, or tells of what all have read: they must synchronise in between.
+    // One lane waits, or tells the others what all have read: the lanes must synchronise in between.
     const bool by_one = kFault == k_wait_not_passed_on || kFault == k_wait_passed_on;
     const bool plain = by_one || kFault == k_reads_not_passed_on || kFault == k_reads_passed_on;
     if (kFault != k_full_wait_missing && (!by_one || thread % 32 == 0)) {
@@ -132,7 +132,7 @@ __device__ void run(const TensorMap* map, float* out) {
       continue;
     }
     if (kFault == k_empty_arrival_before_products) ptx::barrier_arrive(empty);
-    // Or else the compiler may put constants into registers behind the fence.
+    // Otherwise the compiler may put constants into registers after the fence.
     ptx::products_touch(d);
     ptx::products_touch(e);
     for (uint32_t& pair : left) asm volatile("" : "+r"(pair)::"memory");
@@ -163,7 +163,7 @@ __device__ void run(const TensorMap* map, float* out) {
     }
     if (kFault == k_written_under_products) words[thread] = 0;
     if (kFault != k_products_commit_missing) ptx::products_commit();
-    const bool early = kFault == k_empty_arrival_early && n >= 2;  // what came before is in order
+    const bool early = kFault == k_empty_arrival_early && n >= 2;  // the earlier tiles are in order
     if (early) ptx::barrier_arrive(empty);
     if (kFault == k_products_wait_for_one_less) {
       ptx::products_wait<1>();
@@ -194,13 +194,13 @@ template <int kFault>
 __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ TensorMap map, float* out) {
   run<kFault>(&map, out);
 }
-// A copy of the map in memory of the thread.
+// A copy of the map in the thread's memory.
 template <int kFault>
 __global__ void __launch_bounds__(kThreads) kernel_of_copy(TensorMap map, float* out) {
   map.bytes[127] = static_cast<unsigned char>(threadIdx.x);
   run<kFault>(&map, out);
 }
-// No whole warpgroup.
+// The block has no whole warpgroup.
 __global__ void half_a_warpgroup(float* out) {
   ptx::products_fence();
   out[threadIdx.x] = 0;

@@ -1,4 +1,4 @@
-// Memory: allocations, copies, what a pointer points to.
+// Implements memory: allocations, copies, what a pointer points to.
 #include <cstring>
 
 #include "memory.h"
@@ -27,7 +27,7 @@ using namespace ptx_machine;
 PTX_MACHINE_EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   return allocated(pointer, bytes, MemoryKind::kDevice);
 }
-// Nothing waits: torch's allocator keeps memory for itself, too, until work that needs it is done.
+// The function does not wait: torch's allocator, too, keeps memory until work that needs it is done.
 PTX_MACHINE_EXPORT cudaError_t cudaFree(void* pointer) {
   PTX_MACHINE_TURN;
   for (Stream* stream : all_streams()) {

@@ -1,4 +1,4 @@
-// What the machine says as the process ends.
+// Prints what the machine has counted when the process ends.
 #include <cstdio>
 #include <set>
 

@@ -14,9 +14,9 @@ namespace ptx_machine {
 namespace {
 
 constexpr u32 kMagic = 0xba55ed50;
-constexpr u16 kPtx = 1;  // of an entry; 2 is machine code
+constexpr u16 kPtx = 1;  // the kind of an entry; 2 is machine code
 
-// The form of a fatbin: a header, then entries. What is not needed has no name.
+// A fatbin has a header, then entries. Fields that are not needed have no name.
 struct __attribute__((packed)) Header {
   u32 magic;
   u16 version, header_bytes;
@@ -32,12 +32,12 @@ struct __attribute__((packed)) Entry {
   u64 third_unknown;
   u64 flags;
   u64 more_unknown;
-  u64 text_bytes;  // where it is compressed
+  u64 text_bytes;  // the size of the text if it is compressed
 };
 static_assert(offsetof(Entry, capability) == 28 && offsetof(Entry, flags) == 40 &&
               offsetof(Entry, text_bytes) == 56);
 
-// Where __cudaRegisterFatBinary's argument has the address of the data.
+// The argument of __cudaRegisterFatBinary has the address of the data at this offset.
 constexpr size_t kOffsetOfData = 8;
 
 std::unordered_map<const void*, Function>& functions() {
@@ -49,13 +49,13 @@ std::string text_of(const Entry& entry, const u8* data) {
   const std::string text = entry.compressed_bytes == 0
                                ? std::string(reinterpret_cast<const char*>(data), entry.bytes)
                                : decompress(entry.flags, data, entry.compressed_bytes, entry.text_bytes);
-  return text.substr(0, text.find('\0'));  // filled up with zeros
+  return text.substr(0, text.find('\0'));  // the text is padded with zeros
 }
 
-// What ".target sm_90a" says.
+// The architecture in ".target sm_90a".
 struct Target {
   u32 capability = 0;
-  bool alone = false;  // with a letter: no other device runs it
+  bool alone = false;  // true with a letter: no other device runs it
 };
 
 Target target_of(const std::string& text) {
@@ -76,14 +76,14 @@ void read(FatBinary& binary) {
   if (header.magic != kMagic) return;
   const u8* at = binary.data + header.header_bytes;
   const u8* const end = at + header.bytes;
-  std::map<u32, std::vector<const u8*>> places;  // by the capability that they are for
+  std::map<u32, std::vector<const u8*>> places;  // keyed by the capability that they are for
   while (at < end) {
     Entry entry;
     std::memcpy(&entry, at, sizeof entry);
     if (entry.kind == kPtx) places[entry.capability].push_back(at);
     at += entry.header_bytes + entry.bytes;
   }
-  // As CUDA does: the newest that the device can run, and of these those for it alone.
+  // Like CUDA, this takes the newest texts that the device can run, and among them those for it alone.
   const auto capability = static_cast<u32>(options().capability);
   for (auto beyond = places.upper_bound(capability); beyond != places.begin(); --beyond) {
     const auto& [wanted, these] = *std::prev(beyond);

@@ -20,14 +20,14 @@ struct FatBinary {
 struct Function {
   FatBinary* binary = nullptr;
   std::string name;
-  Kernel* kernel = nullptr;  // null where there is no PTX that can be read
+  Kernel* kernel = nullptr;  // null if there is no PTX that can be read
   bool looked_for = false;
 };
 
-// By the host's address of the kernel; null for an address that nobody registered. What cannot be read is
-// reported once.
+// Finds a function by the host's address of the kernel; null for an address that was not registered. PTX that
+// cannot be read is reported once.
 Function* find_function(const void* host);
-// Whether a text is for this device or an earlier one.
+// Returns whether a text is for this device or an earlier one.
 bool device_runs(const std::string& text);
 const std::unordered_map<const void*, Function>& all_functions();
 void add_function(const void* host, const Function& function);

@@ -8,7 +8,7 @@ namespace ptx_machine {
 
 namespace {
 
-// Among an entry's flags. nvcc 12.8 and later take zstd by themselves, and LZ4 with --compress-mode=speed;
+// Bits of an entry's flags. nvcc 12.8 and later use zstd by default, and LZ4 with --compress-mode=speed;
 // earlier ones have LZ4 alone.
 constexpr u64 kLz4 = 0x2000, kZstd = 0x8000;
 
@@ -17,8 +17,8 @@ constexpr u64 kLz4 = 0x2000, kZstd = 0x8000;
                            "; nvcc leaves it as it is with --no-compress");
 }
 
-// A block of LZ4, without a frame: tokens of two lengths (a nibble each, 15 continues in bytes), literals,
-// and the distance of a match, which the last token lacks.
+// Reads a block of LZ4, without a frame. A token has two lengths (a nibble each; 15 continues in bytes); it
+// is followed by literals and by the distance of a match, which the last token lacks.
 class Lz4 {
  public:
   Lz4(const u8* data, size_t bytes, size_t text_bytes) : at_(data), end_(data + bytes), most_(text_bytes) {}
@@ -57,7 +57,7 @@ class Lz4 {
     const size_t low = next();
     const size_t distance = low | size_t{next()} << 8;
     if (distance == 0 || distance > text_.size()) refuse("it repeats what is not there");
-    // Byte by byte: a match may run into what it writes.
+    // The copy goes byte by byte, because a match may run into what it writes.
     for (size_t n = length(nibble) + kLeastMatch; n > 0; --n) add(text_[text_.size() - distance]);
   }
 
@@ -67,7 +67,7 @@ class Lz4 {
   std::string text_;
 };
 
-// By the library, which most systems have for their packages, and whose headers they seldom have.
+// Uses libzstd, which most systems have for their packages, though seldom with its headers.
 std::string zstd(const u8* data, size_t bytes, size_t text_bytes) {
   using Decompress = size_t (*)(void*, size_t, const void*, size_t);
   static void* const library = dlopen("libzstd.so.1", RTLD_NOW | RTLD_LOCAL);

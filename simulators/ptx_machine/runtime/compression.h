@@ -1,4 +1,4 @@
-// PTX that nvcc has compressed, which it does unless it is told not to.
+// PTX that nvcc has compressed, as it does by default.
 #pragma once
 
 #include <string>
@@ -7,10 +7,10 @@
 
 namespace ptx_machine {
 
-// The text of an entry of a fatbin, which has these flags.
+// Returns the text of an entry of a fatbin that has these flags.
 //
-// Throws std::runtime_error where it is compressed in another way than the two that are known, where the data
-// are not what they claim to be, and for zstd where the machine has no libzstd.so.1.
+// Throws std::runtime_error if the text is compressed in another way than the two that are known, if the data
+// are not what they claim to be, and, for zstd, if the machine has no libzstd.so.1.
 std::string decompress(u64 flags, const u8* data, size_t bytes, size_t text_bytes);
 
 }  // namespace ptx_machine

@@ -1,4 +1,4 @@
-// The one device, versions and errors.
+// Implements the one device, versions and errors.
 #include <cstdio>
 #include <cstring>
 
@@ -209,7 +209,7 @@ PTX_MACHINE_EXPORT const char* cudaGetErrorName(cudaError_t error) { return cuda
 PTX_MACHINE_EXPORT cudaError_t cudaProfilerStart() { return cudaSuccess; }
 PTX_MACHINE_EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
-// For operators/fallback.cpp, which loads no header of this program.
+// This is for operators/fallback.cpp, which includes no header of this program.
 PTX_MACHINE_EXPORT bool ptx_machine_is_idle(void* stream) {
   PTX_MACHINE_TURN;
   const Stream& asked = stream_of(static_cast<cudaStream_t>(stream));
@@ -219,7 +219,7 @@ PTX_MACHINE_EXPORT void ptx_machine_submit(void* stream, std::function<void()>* 
   PTX_MACHINE_TURN;
   submit(stream_of(static_cast<cudaStream_t>(stream)), *work);
 }
-// What the functions answer that refusals.py writes.
+// The functions that refusals.py writes return this.
 extern "C" int ptx_machine_refuse(const char* name) {
   std::fprintf(stderr, "ptx machine: %s is missing\n", name);
   return result(cudaErrorNotSupported);

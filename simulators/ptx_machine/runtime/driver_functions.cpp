@@ -41,7 +41,7 @@ u32 bytes_of(CUtensorMapDataType type) {
   }
 }
 
-// What the driver would refuse, or what this machine does not know; null where all is right.
+// Returns what the driver would refuse, or what this machine does not support; null if all is right.
 const char* encode(TensorMap* map, CUtensorMapDataType type, u32 rank, void* address, const cuuint64_t* sizes,
                    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides,
                    CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
@@ -97,7 +97,7 @@ CUresult encode_tiled(CUtensorMap* result, CUtensorMapDataType type, cuuint32_t 
   return CUDA_SUCCESS;
 }
 
-// torch looks for functions of the driver, which it then need not call.
+// torch looks for functions of the driver that it then does not call.
 int refuse_driver_call() { return cudaErrorNotSupported; }
 
 cudaError_t find(const char* symbol, void** function, cudaDriverEntryPointQueryResult* status) {

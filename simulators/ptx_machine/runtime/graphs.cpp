@@ -1,4 +1,4 @@
-// Capture into graphs, and their launches.
+// Implements capture into graphs, and their launches.
 #include "memory.h"
 #include "runtime/runtime.h"
 
@@ -10,7 +10,7 @@ Graph::~Graph() {
 
 namespace {
 
-// What the program's handles of graphs and of executable graphs point to.
+// The program's handles of graphs and of executable graphs point to this.
 using Handle = std::shared_ptr<Graph>;
 
 Handle& graph_of(void* handle) { return *static_cast<Handle*>(handle); }

@@ -1,4 +1,4 @@
-// Launches, with the checks that CUDA makes; attributes of kernels.
+// Implements launches, with the checks that CUDA makes, and attributes of kernels.
 #include <algorithm>
 #include <cstdio>
 #include <stdexcept>
@@ -24,7 +24,7 @@ std::string triple(dim3 of) {
   return "(" + std::to_string(of.x) + ", " + std::to_string(of.y) + ", " + std::to_string(of.z) + ")";
 }
 
-// What CUDA would refuse, as a sentence; empty where all is right.
+// Returns an error for what CUDA would refuse, and describes it in `problem`.
 cudaError_t check(const Kernel& kernel, dim3 grid, dim3 block, size_t dynamic_shared, std::string* problem) {
   const u64 threads = u64{block.x} * block.y * block.z;
   if (u64{grid.x} * grid.y * grid.z == 0 || threads == 0 || grid.x > kMostBlocksX || grid.y > kMostBlocksYZ ||
@@ -51,7 +51,7 @@ cudaError_t check(const Kernel& kernel, dim3 grid, dim3 block, size_t dynamic_sh
 
 Launch gather(const Kernel& kernel, dim3 grid, dim3 block, void** arguments, size_t dynamic_shared) {
   Launch launch{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, static_cast<u32>(dynamic_shared), {}};
-  constexpr size_t kPadding = 16;  // for the vectors that parameters are read by
+  constexpr size_t kPadding = 16;  // vector reads of parameters may go beyond the end
   launch.parameters.assign(kernel.parameter_bytes + kPadding, 0xff);
   for (size_t n = 0; n < kernel.parameters.size(); ++n) {
     const Kernel::Parameter& parameter = kernel.parameters[n];
@@ -79,7 +79,7 @@ cudaError_t launch_kernel(const void* host, dim3 grid, dim3 block, void** argume
   Stream& stream = stream_of(handle);
   Function* function = find_function(host);
   if (function == nullptr) return result(cudaErrorInvalidDeviceFunction);
-  if (function->name.find("spin_kernel") != std::string::npos) {  // torch.cuda._sleep
+  if (function->name.find("spin_kernel") != std::string::npos) {  // torch.cuda._sleep launches this
     if (stream.capture == nullptr) stream.busy = true;
     submit(stream, [] {});
     return cudaSuccess;
@@ -124,7 +124,7 @@ double seconds_in_kernels() { return seconds; }
 
 using namespace ptx_machine;
 
-// What nvcc makes of kernel<<<...>>>(...).
+// nvcc translates kernel<<<...>>>(...) to this.
 PTX_MACHINE_EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared,
                                                         cudaStream_t stream) {
   configurations.push_back({grid, block, shared, stream});
@@ -178,7 +178,7 @@ PTX_MACHINE_EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attribu
   attributes->sharedSizeBytes = kernel.static_shared;
   attributes->localSizeBytes = kernel.local_bytes;
   attributes->maxThreadsPerBlock = static_cast<int>(kernel.most_threads);
-  // ptxas decides; no more than these.
+  // ptxas decides the number; it is no larger than this.
   attributes->numRegs = std::min(255, kRegistersOfMultiprocessor / static_cast<int>(kernel.most_threads));
   attributes->ptxVersion = attributes->binaryVersion = options().capability;
   attributes->maxDynamicSharedSizeBytes = static_cast<int>(kernel.most_dynamic_shared);

@@ -1,4 +1,4 @@
-// Libraries that programs load while they run: texts of PTX.
+// Libraries that programs load while they run, which are texts of PTX.
 #include "runtime/binaries.h"
 #include "runtime/runtime.h"
 
@@ -6,10 +6,10 @@ namespace ptx_machine {
 
 namespace {
 
-// A library, and the kernels that somebody has asked it for.
+// A library, and the kernels that the program has asked it for.
 struct Library {
   std::unique_ptr<Module> module;
-  std::unordered_map<std::string, std::unique_ptr<char>> kernels;  // the handles' addresses
+  std::unordered_map<std::string, std::unique_ptr<char>> kernels;  // handles are addresses of these
 };
 
 bool is_ptx(const char* code) {

@@ -1,8 +1,8 @@
 // What the stand-in for CUDA's runtime keeps: errors, streams, events, graphs.
 //
 // Work runs at the call as long as its stream has nothing to wait for. torch.cuda._sleep makes a stream busy:
-// what follows on it stays in a queue until something synchronises with it, so that a missing dependency
-// shows as memory that is not written yet, and an event behind it is not reached. Captured work goes into
+// later work stays in the stream's queue until something synchronises with it. So a missing dependency shows
+// as memory that is not written yet, and an event after that work is not reached. Captured work goes into
 // graphs in the same form.
 #pragma once
 
@@ -19,7 +19,7 @@
 #include "types.h"
 
 #define PTX_MACHINE_EXPORT extern "C" __attribute__((visibility("default")))
-// Calls take turns.
+// Only one call runs at a time.
 #define PTX_MACHINE_TURN const std::lock_guard<std::recursive_mutex> turn(::ptx_machine::turns())
 
 namespace ptx_machine {
@@ -36,13 +36,13 @@ using Work = std::function<void()>;
 
 struct Graph {
   std::vector<Work> work;
-  std::vector<void*> freed;  // while it was captured: its work still needs that memory
+  std::vector<void*> freed;  // memory freed during the capture, which the work still needs
   ~Graph();
 };
 
 struct Stream {
   std::deque<Work> queue;
-  u64 added = 0, done = 0;  // to and of the queue, ever
+  u64 added = 0, done = 0;  // how much work was ever added to the queue, and is done
   bool busy = false;
   std::shared_ptr<Graph> capture;
   u64 capture_id = 0;
@@ -50,8 +50,8 @@ struct Stream {
 };
 
 struct Event {
-  Stream* stream = nullptr;  // null: never recorded
-  u64 position = 0;          // reached when so much of the stream is done
+  Stream* stream = nullptr;  // null if never recorded
+  u64 position = 0;          // the event is reached when this much of the stream is done
   std::shared_ptr<Graph> capture;
   u64 capture_id = 0;
   double seconds = 0;
@@ -63,12 +63,12 @@ std::set<Stream*>& all_streams();
 bool is_capturing();
 bool is_any_busy();
 
-// Runs the work now, or puts it where it belongs.
+// Runs the work now, or adds it to the stream's queue or graph.
 void submit(Stream& stream, Work work);
-// Does what is in the queue, up to a position.
+// Does the work in the queue, up to a position.
 void drain(Stream& stream, u64 position = ~0ull);
 void drain_all();
-// Memory that the program gives back while work that needs it waits.
+// Frees memory that the program gives back when no waiting work needs it any more.
 void free_when_idle(void* pointer);
 
 u64 launches();

@@ -1,4 +1,4 @@
-// Streams and events.
+// Implements streams and events.
 #include <chrono>
 
 #include "memory.h"
@@ -8,9 +8,9 @@ namespace ptx_machine {
 
 namespace {
 
-// What cudaStreamLegacy and cudaStreamPerThread are, and null.
+// Handles up to this number are null, cudaStreamLegacy and cudaStreamPerThread.
 constexpr u64 kMostSpecialHandle = 8;
-// Who asks so often wants to see the event reached: work proceeds meanwhile on a device.
+// A program that asks so often waits for the event: on a device, work proceeds meanwhile.
 constexpr u32 kMostQueries = 1000;
 
 std::vector<void*>& freed_meanwhile() {
@@ -109,7 +109,7 @@ PTX_MACHINE_EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, u
 PTX_MACHINE_EXPORT cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   return cudaStreamCreateWithPriority(stream, 0, 0);
 }
-// Kept: events still name it.
+// Streams are kept, because events still refer to them.
 PTX_MACHINE_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   PTX_MACHINE_TURN;
   drain(stream_of(stream));

@@ -8,8 +8,8 @@
 
 namespace hopper {
 
-// o = (q k^T) v, by tiles of 64 keys: one group copies, two others have 64 queries each and take turns, and
-// the product for the next tile runs beside that of this one.
+// Computes o = (q k^T) v by tiles of 64 keys. One group copies; two others have 64 queries each and take
+// turns. The product for the next tile runs at the same time as the current one.
 constexpr int kGroups = 3;
 constexpr int kTiles = 5;
 constexpr int kStages = 2;
@@ -21,7 +21,7 @@ struct Chain {
 };
 
 struct ChainMemory {
-  unsigned char *q, *k, *v;  // two tiles each: of groups, and of stages
+  unsigned char *q, *k, *v;  // two tiles each: q has one per group, k and v one per stage
   uint64_t *q_full, *k_full, *v_full, *k_empty, *v_empty;
 };
 
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kGroups* kThreads, 1) multiply_chain(const __g
   ptx::take_registers<232>();
   const int group = static_cast<int>(threadIdx.x) / kThreads - 1;
   const int thread = static_cast<int>(threadIdx.x) % kThreads;
-  constexpr int kTurn = 1;  // the first of two barriers: whose turn it is
+  constexpr int kTurn = 1;  // the first of two barriers, which say whose turn it is
   if (group == 1) ptx::arrive_threads(kTurn, 2 * kThreads);
 
   Tile s, o{};

@@ -26,7 +26,7 @@ __device__ unsigned char* aligned(unsigned char* memory) {
   return memory + (kAlignment - reinterpret_cast<uintptr_t>(memory) % kAlignment) % kAlignment;
 }
 
-// The bytes of a matrix whose rows and columns are these, in panels.
+// Returns the bytes that a matrix of these rows and columns takes, in panels.
 __host__ __device__ constexpr int panel_bytes(int rows, int columns) {
   return rows * panels_of(columns) * kRowBytes;
 }

@@ -1,4 +1,4 @@
-// What the kernels of hopper_kernels.cu have in common: their matrices, their memory, one product.
+// What the kernels of hopper_kernels.cu share: their matrices, their memory, one product.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace ptx = selfattn::cuda::ptx;
 
 constexpr int kGroup = 128;
 constexpr int kThreads = 3 * kGroup;
-// All matrices are of 64 rows and 64 columns, a panel each.
+// All matrices have 64 rows and 64 columns, which is one panel.
 constexpr int kRows = 64;
 constexpr int kPanelBytes = 64 * 128;
 constexpr int kTiles = 4;
@@ -21,15 +21,15 @@ constexpr int kStages = 2;
 using Results = float[kRows / 8][4];
 
 struct Arguments {
-  TensorMap map;         // of kTiles matrices, one below the other
-  const uint16_t* rows;  // the same in memory
-  float* out;            // kThreads
+  TensorMap map;         // kTiles matrices, one below the other
+  const uint16_t* rows;  // the same matrices in memory
+  float* out;            // kThreads numbers
   int* counter;
-  bool right;  // without the fault
+  bool right;  // whether to run without the fault
 };
 
 struct Memory {
-  unsigned char* panels;  // four of them, then
+  unsigned char* panels;  // four panels, then
   uint64_t* full;         // kStages barriers
   uint64_t* empty;        // kStages barriers
 };
@@ -52,13 +52,13 @@ __device__ void init_barriers(const Memory& memory, int readers) {
   __syncthreads();
 }
 
-// Matrix `tile` to a panel.
+// Copies matrix `tile` to a panel.
 __device__ void copy_tile(const Arguments& arguments, unsigned char* panel, uint64_t* barrier, int tile) {
   ptx::barrier_arrive_expecting(barrier, kPanelBytes);
   ptx::copy_box_async(panel, &arguments.map, barrier, 0, tile * kRows, 0, 0);
 }
 
-// d = a b^T or d += a b^T, of the left operand's columns from 16 `step` on.
+// Computes d = a b^T or d += a b^T, for 16 columns of the left operand from column 16 `step` on.
 __device__ void multiply_step(Results& d, const unsigned char* a, const unsigned char* b, int step,
                               bool adds) {
   ptx::product_async<false, 64, false, false>(d, ptx::matrix_by_columns(a, kRows, 0, 16 * step),

@@ -1,11 +1,11 @@
-// Barriers of copies that are used wrongly: in a pipeline, then one step of it each.
+// Barriers of copies that are used wrongly: in a pipeline, then in single steps of one.
 #pragma once
 
 #include "wrong.cuh"
 
 namespace hopper {
 
-// One group copies tiles, two others multiply each with itself and add the products.
+// One group copies tiles; two others each multiply a tile with itself and add the products.
 enum class Fault { kNone, kFullNotWaitedFor, kEmptyNotWaitedFor, kReleasedBeforeTheWait, kNotReleased };
 __device__ void pipeline(const Arguments& arguments, unsigned char* shared, Fault fault) {
   const Memory memory = memory_of(shared);
@@ -60,9 +60,9 @@ __global__ void not_released(const __grid_constant__ Arguments arguments) {
   pipeline(arguments, shared, arguments.right ? Fault::kNone : Fault::kNotReleased);
 }
 
-// Barriers, one step of a pipeline each.
+// The kernels below have one step of a pipeline each.
 
-// Copies one tile, and waits for it; `bytes`: announced.
+// Copies one tile, announcing `bytes`, and waits for it.
 __device__ float one_tile(const Arguments& arguments, const Memory& memory, int bytes, unsigned char* panel) {
   if (threadIdx.x == 0) {
     if (bytes > 0) {
@@ -100,7 +100,7 @@ __global__ void barrier_not_known_to_copies(const __grid_constant__ Arguments ar
   arguments.out[threadIdx.x] = one_tile(arguments, memory, kPanelBytes, memory.panels);
 }
 
-// Under some schedules others come to a barrier that is not there yet; under others that is a race.
+// Under some schedules threads come to a barrier that is not initialised yet; under others there is a race.
 __global__ void barrier_not_known_to_threads(const __grid_constant__ Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(shared);
   const Memory memory = memory_of(shared);

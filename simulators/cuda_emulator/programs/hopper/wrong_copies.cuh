@@ -56,7 +56,7 @@ __global__ void copy_read_early(const __grid_constant__ Arguments arguments) {
   arguments.out[threadIdx.x] = selfattn::float_from_float16(element);
 }
 
-// A later copy, counted by another barrier, may come first.
+// A later copy, which another barrier counts, may arrive first.
 __global__ void other_copy_waited_for(const __grid_constant__ Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(shared);
   const Memory memory = memory_of(shared);
@@ -72,7 +72,7 @@ __global__ void other_copy_waited_for(const __grid_constant__ Arguments argument
   arguments.out[threadIdx.x] = selfattn::float_from_float16(element);
 }
 
-// Threads write what products read, or copies write over.
+// Here threads write what products read, or what copies overwrite.
 
 __device__ void write_panel(unsigned char* panel, const uint16_t* rows, int number) {
   for (int element = number; element < kRows * 64; element += kGroup) {
@@ -115,7 +115,7 @@ __global__ void copy_over_writes(const __grid_constant__ Arguments arguments) {
   arguments.out[threadIdx.x] = one_tile(arguments, memory, kPanelBytes, memory.panels);
 }
 
-// Threads overwrite what products still read.
+// Threads overwrite operands that products still read.
 __global__ void write_over_operand(const __grid_constant__ Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(shared);
   if (threadIdx.x >= 2 * kGroup) return;

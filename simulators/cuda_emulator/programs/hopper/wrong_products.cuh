@@ -5,7 +5,7 @@
 
 namespace hopper {
 
-// Products. A group that loads both operands first.
+// A group that loads both operands and then multiplies them.
 
 __device__ void load_operands(const Arguments& arguments, unsigned char* shared) {
   const Memory memory = memory_of(shared);

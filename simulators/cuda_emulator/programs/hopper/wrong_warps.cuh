@@ -1,4 +1,4 @@
-// What some warps do together, wrongly: barriers, and registers that they hand over. And two blocks.
+// Warps that misuse barriers or registers that they hand over, and blocks that misuse a counter.
 #pragma once
 
 #include "wrong.cuh"
@@ -32,7 +32,7 @@ __global__ void threads_of_no_warps(const __grid_constant__ Arguments arguments)
   arguments.out[threadIdx.x] = threadIdx.x;
 }
 
-// Who only arrives knows nothing of the others.
+// A warp that only arrives at a barrier does not know what the others have done.
 __global__ void arrived_without_waiting(const __grid_constant__ Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(shared);
   auto* const words = reinterpret_cast<float*>(shared);
@@ -45,7 +45,7 @@ __global__ void arrived_without_waiting(const __grid_constant__ Arguments argume
   arguments.out[threadIdx.x] = words[(threadIdx.x + kGroup) % kThreads];
 }
 
-// Registers.
+// Kernels about registers that warpgroups hand over.
 
 __global__ void registers_not_given_up(const __grid_constant__ Arguments arguments) {
   if (threadIdx.x >= kGroup) {
@@ -70,7 +70,7 @@ __global__ void registers_beyond(const __grid_constant__ Arguments arguments) {
   arguments.out[threadIdx.x] = threadIdx.x;
 }
 
-// Two blocks count.
+// Two blocks increase one counter.
 __global__ void counted_by_two_blocks(const __grid_constant__ Arguments arguments) {
   if (threadIdx.x != 0) return;
   if (arguments.right) {

@@ -1,5 +1,5 @@
-"""torch's own fused attention on CUDA tensors (flash, memory-efficient, cuDNN), by plain operators: its
-kernels have no PTX. Without dropout.
+"""Implements torch's fused attention on CUDA tensors by plain operators. torch's own kernels (flash,
+memory-efficient, cuDNN) have no PTX. Dropout is refused.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _random_state(query: Tensor) -> list[Tensor]:
     return [torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2)]
 
 
-# The names of arguments are those of torch's schema, which calls by them.
+# The names of arguments are those of torch's schema, by which torch calls these functions.
 
 
 def _flash(
@@ -211,7 +211,7 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[sli
 
 
 def _heads(tensor: Tensor, rows: slice) -> Tensor:
-    """(1, heads, rows, dim) of a sequence in (1, total, heads, dim)."""
+    """Lays (1, heads, rows, dim) of a sequence out in (1, total, heads, dim)."""
     return tensor[:, rows].transpose(1, 2)
 
 
@@ -280,6 +280,6 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, (_of_forward, _of_backward) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(f"_scaled_dot_product_{_name}_attention", _of_forward, "CUDA")
     _LIBRARY.impl(f"_scaled_dot_product_{_name}_attention_backward", _of_backward, "CUDA")
-# Of jagged tensors.
+# These are for jagged tensors.
 _LIBRARY.impl("_efficient_attention_forward", _packed_efficient, "CUDA")
 _LIBRARY.impl("_efficient_attention_backward", _packed_efficient_backward, "CUDA")

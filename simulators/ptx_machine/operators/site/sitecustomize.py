@@ -1,6 +1,6 @@
 """Replaces torch's operators for CUDA tensors as soon as a process has imported torch.
 
-Python imports this file by its name as it starts, where its folder is in PYTHONPATH.
+Python imports this file by its name when it starts, if the file's folder is in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OPERATORS = os.environ.get("SELFATTN_PTX_OPERATORS", "")
 
 
 class _AfterTorch:
-    """Finds torch, once, and loads what belongs behind it."""
+    """Finds torch, once, and loads the replacements after it."""
 
     @classmethod
     def find_spec(
