@@ -68,8 +68,4 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_forward", &attention_forward);
-}
-
 }  // namespace selfattn::ops
