@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "instances.h"
+#include "sm90.h"
 #include "sm90_forward.cuh"
 
 namespace selfattn::cuda::sm90 {

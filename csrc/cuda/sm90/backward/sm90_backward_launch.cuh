@@ -1,7 +1,7 @@
 // From a backward call to the sm90 kernels that compute the gradients of queries, keys and values.
 #pragma once
 
-#include "instances.h"
+#include "sm90_backward.h"
 #include "sm90_gradients.cuh"
 
 namespace selfattn::cuda::sm90::backward {
