@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: this package against each backend of torch's scaled_dot_product_attention.
+"""The benchmark on a GPU: this package against each backend of torch's attention.
 
     python benchmarks/gpu_run.py                          every case, some minutes
     python benchmarks/gpu_run.py --quick --json gpu.json

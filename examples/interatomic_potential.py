@@ -1,13 +1,13 @@
-"""A small interatomic potential with attention, trained on energies and forces: gradients of gradients.
+"""A small interatomic potential with attention, trained by gradients of gradients.
 
     python examples/interatomic_potential.py                        # CPU, some minutes
     python examples/interatomic_potential.py --cells 6 --steps 20   # 216 atoms
     python examples/interatomic_potential.py --quick                # some seconds
 
-What it shows: forces are minus the gradient of the energy, and the loss contains forces, so a training step
-differentiates attention twice. The distances of atoms enter as a float mask, which is learned, so its second
-derivatives count, too. A copy of the model attends by the formula, with its matrices of weights: the losses
-are the same, and time and memory of both are printed.
+What it shows: it is trained on energies and forces, which are minus the gradient of the energy, so a training
+step differentiates attention twice. The distances of atoms enter as a float mask, which is learned, so its
+second derivatives count, too. A copy of the model attends by the formula, with its matrices of weights: the
+losses are the same, and time and memory of both are printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step of a flow in place of many: MeanFlow with a small transformer, by forward-mode derivatives.
+"""MeanFlow with a small transformer: one step of a flow in place of many, by forward mode.
 
     python examples/mean_flow.py                          # CPU, some minutes
     python examples/mean_flow.py --points 512 --steps 20

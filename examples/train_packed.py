@@ -1,4 +1,4 @@
-"""A small language model, trained on documents of different lengths that are packed, not padded.
+"""A small language model, trained on packed documents of different lengths.
 
     python examples/train_packed.py                                 # CPU, a few minutes
     python examples/train_packed.py --device cuda --layers 6 --width 384 --heads 6 --tokens 16384

@@ -33,7 +33,7 @@ import nvcc
 import sass
 
 ROOT = Path(__file__).resolve().parents[1]
-# By path: importing the package would load torch and the compiled library.
+# They are loaded by path, because importing the package would load torch and the compiled library.
 sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py")))
 cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "cuda_build.py")))
 terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "terminal.py")))

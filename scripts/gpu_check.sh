@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks this checkout on a machine with a GPU: builds the library for that GPU in place, runs the tests that
+# Checks this checkout on a machine with a GPU. It builds the library for that GPU in place, runs the tests that
 # need one, records what the GPU's instructions compute, and compares speeds with torch.
 #
 #   scripts/gpu_check.sh --all             every step, in the order below

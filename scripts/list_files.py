@@ -45,7 +45,7 @@ def first_paragraph(path: Path) -> str:
 
 def first_sentence(path: Path) -> str:
     paragraph = first_paragraph(path)
-    end = re.search(r"[.!?](?= [^a-z]|$)", paragraph)
+    end = re.search(r"(?<!e\.g)(?<!i\.e)[.!?](?= |$)", paragraph)
     return paragraph[: end.start()] if end else paragraph.rstrip(":;,")
 
 

@@ -1,4 +1,4 @@
-"""The steps that all attention functions share: compute, explain a refusal, return what was asked for.
+"""The steps of every attention function: compute, explain a refusal, return what was asked for.
 
 :func:`with_gradients` computes dense, packed and nested calls; :mod:`selfattn_ext.kv_cache.step` computes
 calls on a cache, which have no gradients.

@@ -1,19 +1,19 @@
-"""Which kernel runs: what was compiled, what this machine can run, what a call takes, why the others do not.
+"""The choice of kernels: which are compiled, which can run here, which one a call takes, and why.
 
 Each operator has several kernels. On the CPU, "fused" is tiled and vectorised, compiled once per instruction
-set, and chosen by itself; "loops" is the formula as three nested loops, to read and to compare with, and runs
-only when asked for::
+set, and chosen automatically; "loops" is the formula as three nested loops, to read and to compare with, and
+runs only when asked for::
 
     with selfattn_ext.backends.use("loops"):
         out = selfattn_ext.scaled_dot_product_attention(query, key, value)
 
-On CUDA, in builds that have kernels for it, "sm90" takes 16-bit numbers on Hopper, "sm80" what tensor cores
-can do elsewhere, and "simt" everything.
+On CUDA, in builds that have kernels for it, "sm90" takes 16-bit numbers on Hopper, "sm80" takes other calls
+that tensor cores can compute, and "simt" takes every call.
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
 instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a
-process. The last two hand calls that they have no faster way for on to avx512; :func:`explain` says so. A
-forced amx hands on only what it cannot compute.
+process. avx512_bf16 and amx pass calls that they do not compute faster to avx512, and :func:`explain` says
+so. A forced amx passes on only calls that it cannot compute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from .arguments import (
     AttentionCall,
     AttentionOptions,
     Prepared,
-    batch_invariance,
     call_checks,
     keywords_of,
     precision,
@@ -42,21 +41,28 @@ from .arguments import (
 )
 from .arguments import forced_kernel as _forced
 from .build import library
-from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel."""
+    """One compiled kernel.
+
+    Args:
+        name: "fused" or "loops" on the CPU, "sm90", "sm80" or "simt" on CUDA.
+        isa: the instruction set on the CPU, "cuda" on CUDA.
+        description: a sentence for people.
+        dtypes: the names of the dtypes that it takes.
+        automatic: whether it is chosen without being asked for.
+        reason: why this machine cannot run it; None if it can.
+    """
 
     name: str
     isa: str
     description: str
     dtypes: tuple[str, ...]
     automatic: bool
-    #: Why this machine cannot run it; None when it can.
     reason: str | None
 
     @property
@@ -71,15 +77,21 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel a call takes, and why each of the others does not run. ``str()`` of it is for people."""
+    """The kernel that a call takes, and why each of the others does not run. ``str()`` of it is for people.
+
+    Args:
+        kernel, isa: the kernel, as :class:`Kernel` has them.
+        device, dtype: those of the query, as strings.
+        float32_precision: the precision of products of float32 numbers; None for other dtypes.
+        threads: the number of threads; None on CUDA.
+        refused: for each other kernel, as "name/isa", the reason.
+    """
 
     kernel: str
     isa: str
     device: str
     dtype: str
-    #: How exact products of float32 numbers are to be; None for other dtypes.
     float32_precision: str | None
-    #: None on CUDA.
     threads: int | None
     refused: dict[str, str]
 
@@ -103,11 +115,16 @@ def _row(row: dict[str, Any]) -> Kernel:
 
 
 def kernels(device: torch.device | str = "cpu") -> list[Kernel]:
-    """Every compiled kernel for a kind of device, best first, those that this machine cannot run too.
+    """Every compiled kernel for a kind of device, best first, also those that this machine cannot run.
 
     Args:
-        device: "cpu" or "cuda". There are none for "cuda" in a build without CUDA; ``reason`` is about the
-            GPU that is named, or the current one.
+        device: "cpu" or "cuda". ``reason`` is about the GPU that is named, or the current one.
+
+    Returns:
+        The kernels; none for "cuda" in a build without CUDA, and none for other kinds of devices.
+
+    Raises:
+        RuntimeError: ``device`` names no device that torch knows.
     """
     wanted = torch.device(device)
     if wanted.type == "cpu":
@@ -121,7 +138,14 @@ def kernels(device: torch.device | str = "cpu") -> list[Kernel]:
 
 
 def available(device: torch.device | str = "cpu") -> list[Kernel]:
-    """Those of :func:`kernels` that this machine can run, best first."""
+    """The kernels that this machine can run, best first.
+
+    Args:
+        device: as :func:`kernels` takes it.
+
+    Returns:
+        Those of :func:`kernels` whose ``reason`` is None.
+    """
     return [kernel for kernel in kernels(device) if kernel.available]
 
 
@@ -131,7 +155,11 @@ def _capability(device: torch.device) -> int:
 
 
 def cpu_isas() -> list[str]:
-    """The instruction sets of the CPU whose fused kernels this machine can run, best first."""
+    """The instruction sets of the CPU whose fused kernels this machine can run.
+
+    Returns:
+        Their names, best first, as :func:`use_cpu_isa` takes them.
+    """
     return list(dict.fromkeys(kernel.isa for kernel in available() if kernel.automatic))
 
 
@@ -145,9 +173,15 @@ def use(name: str) -> Iterator[None]:
     """Inside the ``with`` block, calls of this thread or task take the kernel ``name``; "" is the automatic
     choice.
 
-    A gradient takes the kernel of its forward, wherever it is taken. torch computes gradients of CUDA tensors
-    in threads of its own, so that a forward which activation checkpointing repeats there is chosen for
-    automatically; SELFATTN_KERNEL holds for all threads.
+    A gradient takes the kernel of its forward, wherever it is computed. torch computes gradients of CUDA
+    tensors in threads of its own; if activation checkpointing repeats a forward there, its kernel is chosen
+    automatically. SELFATTN_KERNEL holds for all threads.
+
+    Args:
+        name: the ``name`` of a :class:`Kernel`, or "".
+
+    Returns:
+        A context manager. Blocks may be nested.
 
     Raises:
         ValueError: no kernel has that name, or this machine cannot run it.
@@ -160,6 +194,12 @@ def use(name: str) -> Iterator[None]:
 @contextmanager
 def use_cpu_isa(name: str) -> Iterator[None]:
     """Inside the ``with`` block, the whole process uses the kernels of one instruction set; "" is automatic.
+
+    Args:
+        name: one of :func:`cpu_isas`, or "".
+
+    Returns:
+        A context manager.
 
     Raises:
         ValueError: the instruction set is unknown, or this machine lacks it.
@@ -203,13 +243,20 @@ def explain(
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Explanation:
-    """Which kernel :func:`selfattn_ext.scaled_dot_product_attention` takes for these arguments, and why no
-    other.
+    """Tells which kernel :func:`selfattn_ext.scaled_dot_product_attention` takes for these arguments, and why
+    it takes no other.
 
-    Takes the same arguments, computes nothing.
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap,
+            alibi_slopes, sinks, query_offset, return_weights, return_lse: as that function takes them.
+            Nothing is computed from them.
+
+    Returns:
+        An :class:`Explanation`.
 
     Raises:
-        ValueError, TypeError: for what the function itself would refuse, with the same message.
+        ValueError, TypeError: for arguments that the function would refuse, with the same message; on CUDA
+            also if a kernel is asked for that does not take the call.
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
@@ -217,50 +264,44 @@ def explain(
     )  # fmt: skip
     call = AttentionCall(query, key, value, options)
     call_checks.attention(call)
-    forced = forced_kernel()
-    if query.device.type == "cuda":
-        return _explain_on_cuda(prepare(call), forced)
-    taken = chosen = _choose(forced)
-    dtype = str(query.dtype).removeprefix("torch.")
-    other = library.extension().hands_on_to(
-        forced,
-        dtype,
-        precision.current(),
-        query.shape[-2],
-        query.shape[-1],
-        default_scale(query.shape[-1]) if scale is None else scale,
-        alibi_slopes is not None,
-        batch_invariance.asked,
-    )
-    if other is not None:
-        taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, other))
-    refused = {
-        f"{kernel.name}/{kernel.isa}": f"hands such calls on to {taken.isa}"
-        if kernel == chosen
-        else _refusal(kernel, taken, forced)
-        for kernel in kernels()
-        if kernel != taken
-    }
-    return Explanation(
-        kernel=taken.name,
-        isa=taken.isa,
-        device=str(query.device),
-        dtype=dtype,
-        float32_precision=precision.current() if query.dtype is torch.float32 else None,
-        threads=torch.get_num_threads(),
-        refused=refused,
-    )
+    prepared = prepare(call)
+    explained = _explain_on_cuda if query.device.type == "cuda" else _explain_on_cpu
+    return explained(prepared, _reasons(prepared), forced_kernel())
 
 
-def _explain_on_cuda(call: Prepared, forced: str) -> Explanation:
+def _reasons(call: Prepared) -> list[str]:
+    """Asks each kernel of the device, best first, why it does not take exactly this call; "" if it does."""
     tensors, scale, options, _ = call
     query, key, value = tensors[:3]
     if "dropout_p" in options:
         tensors = tensors._replace(seed=torch.zeros(1, dtype=torch.int64, device=query.device))
-    keywords = keywords_of(tensors, options)
-    keywords.pop("kernel_name", None)
-    # The operator of that name asks the kernels about the very call.
-    lines = ops.attention_refusals(query, key, value, scale, **keywords).split("\n")
+    return ops.attention_refusals(query, key, value, scale, **keywords_of(tensors, options)).split("\n")
+
+
+def _explain_on_cpu(call: Prepared, reasons: Sequence[str], forced: str) -> Explanation:
+    query = call[0].query
+    taken = chosen = _choose(forced)
+    reason = dict(zip(kernels(), reasons, strict=True))[chosen]
+    if reason:  # it names the instruction set that computes the call instead
+        isa = reason.split()[-1]
+        taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, isa))
+    return Explanation(
+        kernel=taken.name,
+        isa=taken.isa,
+        device=str(query.device),
+        dtype=str(query.dtype).removeprefix("torch."),
+        float32_precision=precision.current() if query.dtype is torch.float32 else None,
+        threads=torch.get_num_threads(),
+        refused={
+            f"{kernel.name}/{kernel.isa}": reason if kernel == chosen else _refusal(kernel, taken, forced)
+            for kernel in kernels()
+            if kernel != taken
+        },
+    )
+
+
+def _explain_on_cuda(call: Prepared, lines: Sequence[str], forced: str) -> Explanation:
+    query, options = call[0].query, call[2]
     reasons = dict(zip((kernel.name for kernel in kernels(query.device)), lines, strict=True))
     takers = [name for name, reason in reasons.items() if not reason]
     if forced and forced not in takers:

@@ -44,7 +44,15 @@ class Causal:
     query_offset: int = 0
 
     def visible(self, query_length: int, key_length: int, device: Device = None) -> Tensor:
-        """The rule as a bool tensor (L, S), True where the key is seen."""
+        """The rule as a mask.
+
+        Args:
+            query_length, key_length: L and S.
+            device: the device of the mask.
+
+        Returns:
+            A bool tensor (L, S), True where the key is seen.
+        """
         return _distance(query_length, key_length, self.query_offset, device) <= 0
 
     def options(self) -> dict[str, Any]:
@@ -70,7 +78,15 @@ class Window:
     query_offset: int = 0
 
     def visible(self, query_length: int, key_length: int, device: Device = None) -> Tensor:
-        """The rule as a bool tensor (L, S), True where the key is seen."""
+        """The rule as a mask.
+
+        Args:
+            query_length, key_length: L and S.
+            device: the device of the mask.
+
+        Returns:
+            A bool tensor (L, S), True where the key is seen.
+        """
         distance = _distance(query_length, key_length, self.query_offset, device)
         seen = torch.ones_like(distance, dtype=torch.bool)
         if self.left >= 0:
@@ -121,7 +137,11 @@ class Alibi:
 
     @classmethod
     def for_heads(cls, num_heads: int, query_offset: int = 0) -> Alibi:
-        """Returns the rule with the slopes that :func:`alibi_head_slopes` gives to ``num_heads`` heads.
+        """The rule with the slopes that :func:`alibi_head_slopes` gives to ``num_heads`` heads.
+
+        Args:
+            num_heads: number of query heads, at least 1.
+            query_offset: position of query 0 among the keys.
 
         Raises:
             ValueError: num_heads is less than 1.
@@ -135,7 +155,15 @@ class Alibi:
         device: Device = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Returns the rule as an additive bias (H, L, S) of that dtype, on ``device``."""
+        """The rule as a bias that is added to the scores.
+
+        Args:
+            query_length, key_length: L and S.
+            device, dtype: those of the bias.
+
+        Returns:
+            (H, L, S).
+        """
         slopes = torch.tensor(self.slopes, dtype=dtype, device=device)
         return alibi_bias(slopes, query_length, key_length, self.query_offset)
 
@@ -180,7 +208,7 @@ def visible_pairs(
         is_causal: query i sees only keys ``j <= i + query_offset``.
         window_size: (left, right) as in :class:`Window`; -1 means no limit.
         query_offset: position of query 0 among the keys.
-        device: of the result.
+        device: the device of the mask.
 
     Returns:
         A bool tensor (L, S), True where the key is seen, or None when every query sees every key.

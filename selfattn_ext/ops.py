@@ -282,8 +282,9 @@ def basic_attention(
 def basic_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same -> out, statistics (2,B,H,L), which are row_max and row_sum, and out_residual, None where the
-    dtype has none.
+    """out, statistics (2,B,H,L), which are row_max and row_sum, and out_residual, None if the dtype has none.
+
+    The arguments are those of :func:`basic_attention`.
     """
     _refuse_meta(query, key, value)
     out = _empty_like(query, query.shape[2], value.shape[3])

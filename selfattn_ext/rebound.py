@@ -1,4 +1,4 @@
-"""Python functions of torch that call other functions than they were written to call."""
+"""Copies of Python functions in which some global names stand for other functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["calling"]
 
 
 def calling(function: Any, **others: Callable[..., Any]) -> Any:
-    """The same code with other functions under some of its global names."""
+    """Returns a function with the same code, which finds other functions under some of its global names."""
     copy = types.FunctionType(
         function.__code__,
         {**function.__globals__, **others},

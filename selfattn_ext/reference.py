@@ -2,8 +2,8 @@
 
 The functions here hold the whole (L, S) matrix, accept any floating dtype (16-bit inputs are computed in
 float32 and rounded once, at the end) and may be differentiated any number of times, in reverse and forward
-mode, under torch.func too. Tests, benchmarks, documentation and the second derivatives of
-:mod:`selfattn_ext.autograd.attention_function` use them.
+mode, also under torch.func. Tests, benchmarks, documentation and :mod:`selfattn_ext.autograd.by_formula`, for
+third derivatives, use them.
 
 The formula, after Vaswani et al. (2017), with every option of the package in its order::
 
@@ -47,7 +47,7 @@ _WORD = 0xFFFFFFFF
 
 
 class AttentionResult(NamedTuple):
-    """What :func:`attention` returns: out (..., L, Ev), weights (..., L, S), lse (..., L)."""
+    """The results of :func:`attention`: out (..., L, Ev), weights (..., L, S), lse (..., L)."""
 
     out: Tensor
     weights: Tensor
@@ -55,15 +55,15 @@ class AttentionResult(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for every other dtype: what sums, statistics and lse are held in."""
+    """The dtype of sums, statistics and lse of inputs: float64 for float64, float32 for every other one."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def usable_softcap(softcap: float, dtype: torch.dtype) -> float:
-    """The softcap as arithmetic in ``dtype`` can divide by it and multiply with it.
+    """Returns the softcap as a number that arithmetic in ``dtype`` can divide by and multiply with.
 
-    Near the largest number and beyond it is off (0), as it changes no score that leaves the softmax a choice;
-    below the smallest normal number it is that number, as either bounds scores by nothing.
+    A softcap near the largest number or beyond is off (0), as scores that it would change leave the softmax
+    no choice. One below the smallest normal number becomes that number, as both bound all scores to about 0.
     """
     limits = torch.finfo(dtype)
     return 0.0 if softcap == 0.0 or softcap > limits.max / 1e8 else max(softcap, limits.tiny)
@@ -96,14 +96,28 @@ def attention(
 ) -> AttentionResult:
     """Exact attention by the formula of this module.
 
-    Shapes: query (..., H, L, E), key (..., Hk, S, E), value (..., Hk, S, Ev) where Hk divides H (query head h
-    reads kv head ``h // (H // Hk)``); attn_mask broadcastable to (..., H, L, S), bool (True = attend) or
-    float; alibi_slopes and sinks broadcastable to (..., H). 2-D tensors are a single head. ``dropout_seed``
-    is an int64 tensor of one element. ``compute_dtype`` replaces the accumulation dtype, to see what a
-    formula written without care for 16-bit inputs would give. ``first_batch`` is the number that dropout
-    counts the first batch element as. ``score_function`` is given all scores (..., H, L, S) and returns
-    others. ``visible``, bool and broadcastable to them, hides beside attn_mask. Returns out and weights in
-    the query's dtype, lse in the computation's.
+    Args:
+        query: (..., H, L, E), any floating dtype; 2-D tensors are a single head.
+        key: (..., Hk, S, E), where Hk divides H: query head h reads kv head ``h // (H // Hk)``.
+        value: (..., Hk, S, Ev).
+        attn_mask: broadcastable to (..., H, L, S), bool (True = attend) or float.
+        scale, is_causal, window_size, query_offset, softcap: as
+            :func:`selfattn_ext.scaled_dot_product_attention` takes them.
+        alibi_slopes, sinks: broadcastable to (..., H).
+        dropout_p: probability with which each weight is dropped.
+        dropout_seed: int64, one element, or five as :func:`dropout_keep` takes them; needed with dropout_p.
+        compute_dtype: replaces the accumulation dtype, to see what a formula written without care for 16-bit
+            inputs would give.
+        first_batch: the number that dropout counts the first batch element as.
+        score_function: is given all scores (..., H, L, S) and returns others.
+        visible: bool, broadcastable to (..., H, L, S): hides keys besides attn_mask.
+
+    Returns:
+        out and weights in the query's dtype, lse in that of the computation.
+
+    Raises:
+        RuntimeError: by torch's own operations, for shapes that do not fit, or without memory for the (L, S)
+            matrices. Arguments are not checked otherwise.
     """
     if query.dim() == 2:
         result = attention(
@@ -187,15 +201,26 @@ def varlen_attention(
     visible: Callable[[int, int, int], Tensor] | None = None,
     **options: Any,
 ) -> AttentionResult:
-    """The same for sequences packed one behind the other: :func:`attention` of each, one after the other.
+    """:func:`attention` of sequences that are packed end to end, one after the other.
 
-    Shapes: query (total_q, H, E), key (total_k, Hk, E), value (total_k, Hk, Ev); sequence b has the rows
-    from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. attn_mask is broadcastable to (B, H, max_seqlen_q,
-    max_seqlen_k), or there is one for each sequence; alibi_slopes and sinks are (H,) or (B | 1, H),
-    query_offset an int or (B,). ``score_function`` is given the number of a sequence and its scores
-    (H, L, S), ``visible`` its number, L and S. The other options are those of :func:`attention`. Returns out
-    (total_q, H, Ev), weights (B, H, max_seqlen_q, max_seqlen_k) and lse (H, total_q); rows of no sequence
-    have 0 and -inf.
+    Args:
+        query, key, value: (total_q, H, E), (total_k, Hk, E) and (total_k, Hk, Ev).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,): sequence b has the rows from ``cu_seqlens[b]`` to
+            ``cu_seqlens[b + 1]``.
+        max_seqlen_q, max_seqlen_k: the sizes of weights, at least the longest lengths.
+        attn_mask: broadcastable to (B, H, max_seqlen_q, max_seqlen_k), or a mask for each sequence.
+        query_offset: an int or (B,).
+        alibi_slopes, sinks: (H,) or (B | 1, H).
+        score_function: is given the number of a sequence and its scores (H, L, S), and returns others.
+        visible: is given the number of a sequence, L and S, and returns a bool mask of it.
+        options: the other options of :func:`attention`.
+
+    Returns:
+        out (total_q, H, Ev), weights (B, H, max_seqlen_q, max_seqlen_k) and lse (H, total_q); rows of no
+        sequence have output 0 and lse -inf.
+
+    Raises:
+        RuntimeError: as :func:`attention` does.
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     batch = len(starts_q) - 1
@@ -250,7 +275,18 @@ def _numbers_of_sequence(numbers: Tensor | None, sequence: int) -> Tensor | None
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    """``scale * query @ key^T`` of shape (..., H, L, S), with grouped-query heads as in :func:`attention`."""
+    """``scale * query @ key^T``.
+
+    Args:
+        query, key: (..., H, L, E) and (..., Hk, S, E), with grouped heads as in :func:`attention`.
+        scale: the factor, ``1 / sqrt(E)`` by default.
+
+    Returns:
+        The scores (..., H, L, S) in the query's dtype.
+
+    Raises:
+        RuntimeError: by torch's own operations, for shapes that do not fit.
+    """
     dtype = accumulation_dtype(query.dtype)
     k = key.to(dtype) if query.dim() == 2 else _repeat_heads(key.to(dtype), query.size(-3))
     factor = default_scale(query.size(-1)) if scale is None else scale
@@ -268,8 +304,17 @@ def masked_softmax(
     """Softmax over the last dimension of ``scale * scores + mask``; hidden entries and rows of hidden entries
     are 0.
 
-    scores (..., L, S); mask broadcastable to it, bool (True = keep) or float (-inf hides). The result has the
-    shape and dtype of scores.
+    Args:
+        scores: (..., L, S), any floating dtype.
+        mask: broadcastable to scores, bool (True = keep) or float (-inf hides).
+        scale: a factor of the scores.
+        is_causal, query_offset: as :func:`attention` takes them.
+
+    Returns:
+        The weights, in the shape and dtype of scores.
+
+    Raises:
+        RuntimeError: by torch's own operations, for shapes that do not fit.
     """
     dtype = accumulation_dtype(scores.dtype)
     seen = visible_pairs(
@@ -294,7 +339,7 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _split_mask(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A mask as (what may be seen, what is added there); the bias is 0 where nothing may be seen."""
+    """Splits a mask into (visible pairs, bias); the bias is 0 for hidden pairs."""
     if mask is None:
         return None, None
     if mask.dtype == torch.bool:
@@ -311,9 +356,9 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    """Whether every element is finite, asked of the stored data where torch.func has wrapped the tensors.
+    """Tells whether every element is finite, from the stored data if torch.func has wrapped the tensors.
 
-    While a CUDA graph records, or torch traces, nobody knows: then the answer must be no.
+    While a CUDA graph records, or torch traces, this cannot be known, and the answer must be no.
     """
     if torch._guards.detect_fake_mode(tensors) is not None or get_proxy_mode() is not None:
         return False
@@ -374,12 +419,20 @@ def _dropout(weights: Tensor, p: float, seed: Tensor, first_batch: int) -> Tenso
 
 
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first_batch: int = 0) -> Tensor:
-    """Which weights of (B, H, L, S) survive dropout with probability p: a bool tensor, the same on every
-    device. The first batch element counts as number ``first_batch``. A seed of five numbers also says what
-    the first batch element, head, query and key count as, the last of these a multiple of 4.
+    """The weights that survive dropout, the same on every device.
 
-    Philox4x32-7 with the key (low, high 32 bits of seed) and the counter (j >> 2, i, h, b); key j takes
-    output word ``j & 3`` and is dropped when that word is below ``floor(p * 2**32)``.
+    Args:
+        seed: int64 of one element, or of five: the seed, and the numbers that the first batch element, head,
+            query and key count as, the last of these a multiple of 4.
+        p: the probability with which a weight is dropped.
+        shape: (B, H, L, S).
+        first_batch: the number that the first batch element counts as.
+
+    Returns:
+        A bool tensor of that shape, True for weights that are kept.
+
+    The random words are those of Philox4x32-7 with the key (low, high 32 bits of seed) and the counter
+    (j >> 2, i, h, b). Key j takes the word ``j & 3`` and is dropped if that is below ``floor(p * 2**32)``.
     """
     batch, heads, length, keys = shape
     origin = seed[1:] if seed.numel() == 5 else seed.new_zeros(4)
@@ -402,8 +455,15 @@ def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 7
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The counter-based generator Philox4x32 of Salmon et al. (2011), on int64 tensors that hold 32-bit
-    words.
+    """The counter-based generator Philox4x32 of Salmon et al. (2011), "Parallel random numbers: as easy as 1,
+    2, 3".
+
+    Args:
+        counter, key: four and two int64 tensors that hold 32-bit words and broadcast.
+        rounds: the number of rounds.
+
+    Returns:
+        Four int64 tensors of random 32-bit words.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -1,4 +1,4 @@
-"""Terminal output that the subcommands share: a progress bar, aligned tables, an error for the user."""
+"""Terminal output of the subcommands: a progress bar, aligned tables, an error for the user."""
 
 from __future__ import annotations
 

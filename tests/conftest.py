@@ -107,7 +107,7 @@ CPU_KERNELS = (
 KERNELS = CPU_KERNELS if gpu.DEVICE == "cpu" else gpu.KERNELS
 
 
-#: Those with forward mode and second derivatives, which "loops" leaves out.
+#: The kernels that have forward mode and second derivatives, which "loops" lacks.
 TANGENT_KERNELS = [kernel for kernel in KERNELS if kernel != "loops"]
 
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime: its MultiHeadAttention if that takes the case, else the Attention of ONNX opset 23.
+"""ONNX Runtime: its MultiHeadAttention if that takes the case, else Attention of opset 23.
 
 Inputs are in the operator's layout and the output is written into memory allocated before, so that only the
 operator is timed.

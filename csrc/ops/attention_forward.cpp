@@ -68,4 +68,17 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle);
 }
 
+void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query = stack.tensor();
+  const TensorHandle key = stack.tensor();
+  const TensorHandle value = stack.tensor();
+  const double scale = stack.number();
+  const Options options(stack);
+
+  const ForwardCall call(query, key, value, scale, options);
+  const Device device = call.query.device;
+  stack.put_text(engine_of(device).refusals(options.kernel_name.text, call.params, device));
+}
+
 }  // namespace selfattn::ops

@@ -143,6 +143,24 @@ void append(const AppendParams& a, Device) {
   cpu::append_to_cache(a, thread_pool(static_cast<double>(copied) / 16));
 }
 
+std::string refusals(const char* kernel, const AttentionParams& p, Device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  int count = 0;
+  const cpu::Kernel* const* kernels = cpu::all_kernels(&count);
+  std::string lines;
+  for (int n = 0; n < count; ++n) {
+    const cpu::Kernel& asked = kernels[n]->when_forced == &chosen ? chosen : *kernels[n];
+    const cpu::Kernel* other = asked.hands_on_to == nullptr ? nullptr : asked.hands_on_to(p);
+    if (n > 0) lines += '\n';
+    if (const char* reason = cpu::unavailable_reason(asked)) {
+      lines += reason;
+    } else if (other != nullptr) {
+      lines += std::string("passes such calls on to ") + other->isa;
+    }
+  }
+  return lines;
+}
+
 constexpr Engine kCpuEngine = {&forward,
                                &weights,
                                &run<&cpu::Kernel::scores>,
@@ -154,7 +172,8 @@ constexpr Engine kCpuEngine = {&forward,
                                &append,
                                &jvp,
                                &backward_backward,
-                               &captured_gradients};
+                               &captured_gradients,
+                               &refusals};
 
 const CudaPart* announced = nullptr;
 

@@ -38,6 +38,8 @@ struct Engine {
   // Adds to the gradients. Is called if the function of the call has such gradients and some are wanted.
   void (*captured_gradients)(const char* kernel, const AttentionParams&, const BackwardArguments&,
                              const CapturedGradients&, Device);
+  // Returns a line per kernel, best first: why it does not take the call, or nothing if it does.
+  std::string (*refusals)(const char* kernel, const AttentionParams&, Device);
 };
 
 const Engine& engine_of(Device device);

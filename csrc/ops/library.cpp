@@ -18,8 +18,8 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, "
       "bool need_residual=False, bool need_weights=False, " +
       options + ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
-  // Returns a text for people: a line per CUDA kernel, best first, that says why the kernel does not take
-  // this call. The line is empty if it does.
+  // Returns a text for people: a line per kernel of the device, best first, that says why the kernel does not
+  // take this call. The line is empty if it does.
   define("attention_refusals(Tensor query, Tensor key, Tensor value, float scale, *, " + options +
          ") -> str");
   define("attention_weights(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, " +

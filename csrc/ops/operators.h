@@ -12,6 +12,7 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t);
 void attention_jvp(StableIValue* values, uint64_t, uint64_t);
 void attention_backward_backward(StableIValue* values, uint64_t, uint64_t);
 void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t);
+void attention_refusals(StableIValue* values, uint64_t, uint64_t);
 void attention_weights(StableIValue* values, uint64_t, uint64_t);
 void append_to_cache(StableIValue* values, uint64_t, uint64_t);
 void attention_with_cache(StableIValue* values, uint64_t, uint64_t);
@@ -31,6 +32,7 @@ void implement_operators(Library& library) {
   library.impl("attention_jvp", &attention_jvp);
   library.impl("attention_backward_backward", &attention_backward_backward);
   library.impl("attention_captured_gradients", &attention_captured_gradients);
+  library.impl("attention_refusals", &attention_refusals);
   library.impl("attention_weights", &attention_weights);
   library.impl("append_to_cache", &append_to_cache);
   library.impl("attention_with_cache", &attention_with_cache);

@@ -191,32 +191,6 @@ double read_gbs(int64_t bytes, double seconds) {
   return selfattn::cpu::read_gbs(bytes, seconds, selfattn::ops::thread_pool());
 }
 
-selfattn::DType dtype_named(const std::string& name) {
-  if (name == "float64") return selfattn::DType::kFloat64;
-  if (name == "bfloat16") return selfattn::DType::kBFloat16;
-  if (name == "float16") return selfattn::DType::kFloat16;
-  if (name == "float32") return selfattn::DType::kFloat32;
-  throw std::invalid_argument("unknown dtype \"" + name + "\"");
-}
-
-py::object hands_on_to(const std::string& kernel, const std::string& dtype, const std::string& precision,
-                       int64_t queries, int64_t head_dim, double scale, bool alibi, bool batch_invariant) {
-  const Kernel& chosen = selfattn::cpu::choose_kernel(kernel.c_str());
-  if (chosen.hands_on_to == nullptr) return py::none();
-  selfattn::AttentionParams p;
-  p.dtype = dtype_named(dtype);
-  p.float32_precision = precision == "medium" ? selfattn::Float32Precision::kMedium
-                        : precision == "high" ? selfattn::Float32Precision::kHigh
-                                              : selfattn::Float32Precision::kHighest;
-  p.queries = queries;
-  p.head_dim = head_dim;
-  p.scale = scale;
-  p.batch_invariant = batch_invariant;
-  if (alibi) p.alibi_slopes.data = &p;  // whether there are any is all that is asked
-  const Kernel* other = chosen.hands_on_to(p);
-  return other == nullptr ? py::object(py::none()) : py::object(py::str(other->isa));
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -238,10 +212,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "choose_kernel", &choose_kernel, py::arg("name") = "",
       "The row of kernel_table() that a call takes, given '' (automatic) or a kernel's name. ValueError "
       "if there is none.");
-  module.def("hands_on_to", &hands_on_to, py::arg("kernel"), py::arg("dtype"), py::arg("float32_precision"),
-             py::arg("queries"), py::arg("head_dim"), py::arg("scale"), py::arg("alibi"),
-             py::arg("batch_invariant"),
-             "The instruction set whose kernel computes such a call in place of the chosen one, or None.");
   module.def("load_score_function", &selfattn::ops::load_score_function, py::arg("name"), py::arg("path"),
              "Load the shared library with a function of scores, so that operators find it by its name (1 to "
              "31 characters); nothing happens for a known name. ValueError if the file is no such library.");

@@ -1,4 +1,4 @@
-"""Support of __torch_function__: tensor subclasses and modes see the public functions like torch's."""
+"""Support of __torch_function__: subclasses and modes see public functions like torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Errors that replace an operator's refusal: see Note [Refusals] in :mod:`selfattn_ext.functional`."""
+"""Errors that replace an operator's refusal.
+
+Note [Refusals] in :mod:`selfattn_ext.functional` says when they are made.
+"""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def mask_four_dimensional(mask: Tensor, form: Canonical) -> Tensor:
 def head_numbers(numbers: Tensor, form: Canonical, dtype: torch.dtype) -> Tensor:
     """Returns numbers per head that broadcast to (..., H) as a contiguous (B | 1, H) of ``dtype``."""
     if not numbers.is_floating_point():
-        raise TypeError("numbers per head that are no floating-point numbers")
+        raise TypeError("numbers per head must have a floating-point dtype")
     heads = form.query.size(1)
     numbers = numbers.to(dtype)
     if math.prod(numbers.shape[:-1]) == 1:

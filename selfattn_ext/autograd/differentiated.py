@@ -98,7 +98,7 @@ class Inputs(NamedTuple):
         return [name for name in self.present(SOURCES) if name != "mask" or self.need_mask_grad]
 
     def unasked(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those of the gradients of SOURCES that nobody asks for, which are empty tensors."""
+        """Returns those of the gradients of SOURCES that are not asked for, which are empty tensors."""
         wanted = self.wanted()
         return [gradient for name, gradient in zip(SOURCES, gradients, strict=False) if name not in wanted]
 

@@ -1,4 +1,4 @@
-"""Cases of score functions: in Python, as options of this package, and by torch's flex_attention."""
+"""Cases of score functions: in Python, as options of this package, and by flex_attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurement of cases: times of all contenders in turns, their errors, the peaks of the same run."""
+"""Measurement of cases: times of all contenders in turns, errors, the peaks of the same run."""
 
 from __future__ import annotations
 

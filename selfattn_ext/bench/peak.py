@@ -19,7 +19,7 @@ READ_BYTES = 256 * 2**20
 # The instruction sets that multiply pairs of bfloat16, and the one that does their other arithmetic.
 _PAIRS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
-# How many products of bfloat16 pieces make one product of this precision: float32 is the sum of three pieces,
+# The number of products of bfloat16 pieces in one product, by precision. float32 is the sum of three pieces,
 # and the six largest of their nine products are needed; "high" has two pieces and needs three. float16 takes
 # four for its scores and three for its values.
 _PRODUCTS = {"highest": 6, "high": 3, "medium": 1}

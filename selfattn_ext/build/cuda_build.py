@@ -91,10 +91,10 @@ class Nvcc(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a build does about CUDA."""
+    """The decision of a build about CUDA."""
 
     absent: str  # a key of ABSENT; "" where CUDA kernels are built
-    explanation: str  # one line for people
+    explanation: str  # one line for users
     nvcc: Nvcc | None = None
     architectures: tuple[str, ...] = ()
 
@@ -231,7 +231,7 @@ def plan(
     *,
     at_run_time: bool = False,
 ) -> Plan:
-    """What a build against this torch does about CUDA; call it inside ``toolchain.environment()``.
+    """Decide what a build against this torch does about CUDA; call it inside ``toolchain.environment()``.
 
     Args:
         torch_version: ``torch.__version__``.

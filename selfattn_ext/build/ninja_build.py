@@ -20,12 +20,12 @@ from typing import Any
 _STATUS = {"NINJA_STATUS": "[%f/%t] "}
 _FINISHED = re.compile(r"^\[(\d+)/(\d+)\] ", re.M)
 
-#: Given the number of files that ninja is to make, tells people about them and returns a progress bar.
+#: A function of the number of files that ninja is to make: it tells users, and returns a progress bar.
 Begin = Callable[[int], Any]
 
 
 def estimate(files: int, processor_seconds: float) -> str:
-    """A sentence for people: how many files are made, and about how long that takes here."""
+    """Tells users how many files are made, and about how long that takes on this machine."""
     processors = _processors()
     minutes = max(1, round(processor_seconds / processors / 60))
     return (

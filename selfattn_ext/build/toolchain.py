@@ -1,4 +1,4 @@
-"""What a build needs besides torch: a C++17 compiler, Python's headers, ninja.
+"""Looks for the tools that a build needs besides torch: a C++17 compiler, Python's headers, ninja.
 
 setup.py and the PEP 517 backend load this file by its path before torch is found, so it imports neither torch
 nor the rest of the package.

@@ -1,4 +1,4 @@
-"""The subcommand ``check``: every kernel on this machine against the formula, forward and backward.
+"""The subcommand ``check``: every kernel of this machine against the formula, in both passes.
 
 The judge is :mod:`selfattn_ext.reference` in float64. A result passes if its error, relative to the largest
 true value, is at most twice the error that the same formula makes in the result's own dtype, plus a few

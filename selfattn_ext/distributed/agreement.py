@@ -42,7 +42,7 @@ _REFUSED = "refused"
 
 
 class Flags(enum.IntFlag):
-    """Facts about the call of a rank; joined over the ranks, they hold on any of them."""
+    """Facts about the call of a rank. Joined over the ranks, each is true of one of them at least."""
 
     #: Whether a gradient is recorded, and whether none could be, as under torch.no_grad.
     RECORDS = enum.auto()

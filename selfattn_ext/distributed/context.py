@@ -1,4 +1,4 @@
-"""``with context_parallel(mesh):`` attention that knows nothing of ranks runs split over them.
+"""context_parallel: a block in which attention that knows nothing of ranks runs split over them.
 
 Note [A mode as the switch]
     The block is a torch function mode. Such a mode sees this package's functions as it sees torch's, so that

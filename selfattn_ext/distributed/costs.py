@@ -69,7 +69,7 @@ class Work:
 
 
 def _seen(query: Interval, key: Interval, left: int, right: int) -> int:
-    """How many pairs of rows of one sequence see each other."""
+    """The number of pairs of rows of one sequence that see each other."""
     at = torch.arange(query.begin, query.end)
     first = at.new_full(at.shape, key.begin) if left < 0 else (at - left).clamp(min=key.begin)
     last = at.new_full(at.shape, key.end) if right < 0 else (at + right + 1).clamp(max=key.end)

@@ -68,7 +68,7 @@ def crossing(group: Ranks, ring: Ranks) -> None:
     """Checks that two groups are the dimensions of a mesh: they share this process alone.
 
     Raises:
-        ValueError: they share others.
+        ValueError: they share more processes, or none.
     """
     shared = {*dist.get_process_group_ranks(group.group)} & {*dist.get_process_group_ranks(ring.group)}
     if len(shared) != 1:

@@ -30,7 +30,7 @@ class Deal(NamedTuple):
     differentiated: bool
 
     def mine(self) -> int:
-        """How many heads this rank gets."""
+        """The number of heads that this rank gets."""
         begin, end = self.heads[self.ranks.rank]
         return end - begin
 

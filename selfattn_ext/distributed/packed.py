@@ -127,7 +127,7 @@ def _part(call: AttentionCall, cu_seqlens: Tensor) -> tuple[Part, tuple[int, ...
 
 
 def checked_starts(cu_seqlens: Any) -> tuple[int, ...]:
-    """Where sequences begin, and where the last one ends."""
+    """The first rows of the sequences, and the end of the last one."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
         raise ValueError("cu_seqlens must be a tensor (B + 1,) of integers")
     if cu_seqlens.is_floating_point() or cu_seqlens.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The plan of a call that is split over ranks: who has which rows, and which queries meet which keys."""
+"""The plan of a call that is split over ranks: their rows, and the queries and keys that meet."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
 
 def _packed(name: str, span: Span, device: torch.device) -> Keywords:
-    """Where the rows of each sequence are in a span."""
+    """The keywords that say where the rows of each sequence are in a span."""
     sizes = [end - begin for begin, end in span.intervals]
     starts = list(accumulate(sizes, initial=0))
     return {

@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Where the span is in the rank's part."""
+        """The place of the span in the rank's part."""
         return slice(self.at, self.at + sum(end - begin for begin, end in self.intervals))
 
     def of_sequence(self, number: int) -> Span:
@@ -49,8 +49,8 @@ class Span(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a sequence lies on ``ranks`` ranks, or several that are packed: with ``starts`` = (0, length), or
-    where each of them begins and the last one ends.
+    """The layout of a sequence on ``ranks`` ranks, with ``starts`` = (0, length), or of several packed ones,
+    with ``starts`` where each of them begins and where the last one ends.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Layout(NamedTuple):
         return found
 
     def size(self, rank: int) -> int:
-        """How many rows a rank has."""
+        """The number of rows of a rank."""
         return sum(span.rows.stop - span.rows.start for span in self.spans(rank))
 
     def whole_rows(self, rank: int) -> list[Interval]:
-        """Where a rank's rows are among those of all sequences, in its order."""
+        """The places of a rank's rows among those of all sequences, in the rank's order."""
         return [
             Interval(start + each.begin, start + each.end)
             for span in self.spans(rank)

@@ -170,7 +170,7 @@ def part_of_call(call: AttentionCall) -> Part:
 
 
 def split(function: str, part: Part, ranks: Ranks, layout: str, *, mask: int = 0, **how: Any) -> Split:
-    """What all ranks have together, once they agree about the call and ``how`` it is to be computed.
+    """The split that all ranks have in common, once they agree about the call and ``how`` it is computed.
 
     Dropout's seed is rank 0's, drawn from its generator. ``mask`` may be a :func:`digest_of_mask`.
 

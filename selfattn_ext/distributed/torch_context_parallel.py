@@ -1,4 +1,4 @@
-"""torch.distributed.tensor.experimental.context_parallel on this package's kernels, while they are active.
+"""torch's experimental context_parallel runs on this package's kernels while they are active.
 
 Note [Where torch's context parallelism is met]
     torch puts a function of its own in the place of F.scaled_dot_product_attention, which makes DTensors of a
@@ -56,7 +56,7 @@ def _module() -> Any:
 
 
 def _distribute_function(function: Any, module: Any, mesh: Any, *others: Any) -> None:
-    """What torch calls to replace a function of a module."""
+    """Replaces a function of a module, as torch's function of that name does."""
     if function is not F.scaled_dot_product_attention:
         return _torchs[0](function, module, mesh, *others)
     replaced = _module()._replaced_functions

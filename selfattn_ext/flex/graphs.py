@@ -159,7 +159,7 @@ _put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Attention(torch._ops.HigherOrderOperator):
-    """One step of Dynamo's graph; see Note [Functions in graphs]."""
+    """The operator that is a step of Dynamo's graph: see Note [Functions in graphs]."""
 
     def __init__(self) -> None:
         super().__init__(_NAME, cacheable=True)

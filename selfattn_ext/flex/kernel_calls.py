@@ -42,7 +42,7 @@ def all_results(
 
 
 def sizes_of(query: Tensor, key: Tensor, keywords: Keywords) -> tuple[int, int, int, int]:
-    """How many batch elements, heads, queries and keys there are at most."""
+    """The largest numbers of batch elements, heads, queries and keys of a call."""
     batch, heads, queries = query.shape[:3]
     starts, table = keywords.get("cu_seqlens_q"), keywords.get("block_table")
     pages = 1 if table is None else table.size(1)
@@ -77,7 +77,7 @@ def warn(reason: Exception) -> None:
 
 
 def _frames_of_this_package() -> int:
-    """How many frames are between the caller and the call that a user wrote, for a warning that names it."""
+    """The number of frames between the caller and the call that a user wrote, which a warning names."""
     # torch's own frames are skipped too: torch.compiler.disable calls from there.
     folders = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
     level, frame = 1, sys._getframe(1)

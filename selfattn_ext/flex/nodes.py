@@ -47,7 +47,7 @@ class Load(Node):
     """An element of a captured tensor, whose indices are ``args``; a part of it if some of them are None."""
 
     tensor: Any = None
-    #: How often the tensor had been changed when it was read.
+    #: The number of changes in place that the tensor had seen when it was read.
     version: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""The operations of torch on single numbers as expressions of C++.
+"""Writes the operations of torch on single numbers as expressions of C++.
 
 Functions that are not C++'s own are in csrc/core/score_function_math.h.
 """

@@ -27,7 +27,7 @@ class _Run(NamedTuple):
 
 
 class _Slope(NamedTuple):
-    """By how much a number grows from a query to the next, and whether it never wraps around meanwhile."""
+    """The growth of a number from a query to the next, and whether it never wraps around meanwhile."""
 
     slope: int
     is_exact: bool

@@ -1,1 +1,1 @@
-"""Ways to run other people's code on this package's kernels, without a change to that code."""
+"""Integrations run other people's code on this package's kernels, without a change to that code."""

@@ -1,14 +1,14 @@
-"""torch's own attention operators in terms of this package's: what their kernels on CPU and CUDA share.
+"""torch's attention operators by this package's kernels: the part that CPU and CUDA share.
 
 Note [One number per row]
     torch keeps one number per query between forward and backward, the log-sum-exp of its scores, where this
     package keeps two, the largest score and the sum. exp(s - lse) is the weight all the same, so that lse
     stands for the row's maximum, with a sum of 1, and either side's backward takes the other side's forward.
-    A query that sees no key has lse 0 here, as in torch: exp(-inf - 0) is the right weight, exp(-inf + inf)
-    is none. What rounding took from a 16-bit output is lost, which makes 16-bit gradients a little less
-    exact. Lost too is log(S) beside scores of -1e38, in rows that a mask hides by the lowest finite number:
-    torch's own gradients of such rows are S times too large. On the CPU, where a look at lse costs nothing,
-    such calls compute both numbers again; on CUDA it would wait for the GPU.
+    A query that sees no key has lse 0 here, as in torch: exp(-inf - 0) is the right weight, but
+    exp(-inf + inf) is NaN. Two things are lost. One is the rounding error of a 16-bit output, which makes
+    16-bit gradients a little less exact. The other is log(S) next to scores of -1e38, in rows that a mask
+    hides by the lowest finite number: torch's own gradients of such rows are S times too large. On the CPU,
+    where reading lse costs nothing, such calls compute both numbers again; on CUDA it would wait for the GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, L, Ev) and lse (B, H, L), float64 for float64 inputs, else float32.
 
-    ``options`` are the operators' keyword arguments; what the process asks for is added.
+    ``options`` are the operators' keyword arguments; the settings of the process are added.
     """
     options = _with_settings(query, mask, options)
     query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
@@ -80,7 +80,7 @@ def backward(
 
 
 def _with_settings(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, a mask, and what the process asks for: see keywords_for."""
+    """The options, a mask, and the settings of the process: see keywords_for."""
     if mask is not None:
         options["attn_mask"] = mask
     return options | keywords_for(_NO_OPTIONS, query)
@@ -110,7 +110,7 @@ def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def in_order_of(tensor: Tensor, other: Tensor) -> Tensor:
-    """The same in the order of another tensor."""
+    """The tensor, dense in memory with its dimensions in the order of another tensor's."""
     if tensor.stride() == other.stride():
         return tensor
     return in_order(tensor, order_of(other))

@@ -1,4 +1,4 @@
-"""aten's fused attention on the CPU, forward and backward, by this package's kernels.
+"""torch's fused attention operators on the CPU, forward and backward, by this package's kernels.
 
 F.scaled_dot_product_attention sends a call there once it has found that torch's own kernel takes it: four
 dimensions, E == Ev, no dropout, no gradient of the mask. Masks are floating-point here (bool ones have been
@@ -30,13 +30,13 @@ def attention(
     """aten::_scaled_dot_product_flash_attention_for_cpu: (output, logsumexp).
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     if dropout_p:
         raise ValueError("no dropout here")
     options: dict[str, Any] = {"is_causal": True} if is_causal else {}
     out, lse = aten.forward(query, key, value, aten.mask_of(attn_mask), scale, **options)
-    # torch computes it as (B, L, H), and compiled code knows.
+    # torch computes it as (B, L, H), and compiled code relies on that.
     return aten.in_order_of(out, query), lse.mT.contiguous().mT
 
 
@@ -57,7 +57,7 @@ def attention_backward(
     memory (B, L, H, E).
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     options: dict[str, Any] = {"is_causal": True} if is_causal else {}
     grads = aten.backward(
@@ -66,7 +66,7 @@ def attention_backward(
     return tuple(aten.in_order(grad, (0, 2, 1, 3)) for grad in grads[:3])
 
 
-#: name of the operator -> what stands for it
+#: name of the operator -> the function in its place
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,

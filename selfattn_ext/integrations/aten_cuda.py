@@ -1,7 +1,7 @@
-"""aten's fused attention on CUDA, forward and backward, by this package's kernels.
+"""torch's fused attention operators on CUDA, forward and backward, by this package's kernels.
 
 F.scaled_dot_product_attention chooses among three operators, by GPU, dtype and options: flash (16-bit, no
-mask), memory-efficient and cuDNN. What they return beside output and logsumexp is for torch's own random
+mask), memory-efficient and cuDNN. Their results besides output and logsumexp are for torch's own random
 numbers: calls with dropout are left to torch, forward and backward, so that a gradient never meets another
 kernel's dropout pattern.
 
@@ -29,7 +29,7 @@ def _refuse_dropout(dropout_p: float) -> None:
 
 
 def _lower_right(query: Tensor, key: Tensor, is_causal: bool) -> dict[str, Any]:
-    """flash aligns the diagonal with the last query and key: CausalBias calls it for that."""
+    """The options of flash, which aligns the diagonal with the last query and key, as CausalBias needs."""
     if not is_causal:
         return {}
     offset = key.size(2) - query.size(2)
@@ -54,7 +54,7 @@ def flash(
     without meaning, an empty tensor).
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     _refuse_dropout(dropout_p)
     if return_debug_mask:
@@ -87,7 +87,7 @@ def flash_backward(
     """aten::_scaled_dot_product_flash_attention_backward: the gradients of query, key and value.
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     _refuse_dropout(dropout_p)
     if cum_seq_q is not None or cum_seq_k is not None:
@@ -112,13 +112,13 @@ def efficient(
     two numbers without meaning).
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     _refuse_dropout(dropout_p)
     mask = aten.mask_of(attn_bias)
     out, lse = aten.forward(query, key, value, mask, scale, **_upper_left(is_causal))
     if compute_log_sumexp:
-        # What lies past the last query has no weight in torch's backward.
+        # torch's backward gives rows past the last query no weight.
         lse = torch.nn.functional.pad(lse, (0, -query.size(2) % 32), value=torch.inf)
     else:
         lse = lse[..., :0]
@@ -146,7 +146,7 @@ def efficient_backward(
     ``grad_input_mask[3]`` asks for it, of the bias.
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     _refuse_dropout(dropout_p)
     mask = aten.mask_of(attn_bias)
@@ -179,7 +179,7 @@ def cudnn(
     numbers without meaning, None).
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     _refuse_dropout(dropout_p)
     mask = aten.mask_of(attn_bias)
@@ -212,7 +212,7 @@ def cudnn_backward(
     """aten::_scaled_dot_product_cudnn_attention_backward: the gradients of query, key and value.
 
     Raises:
-        ValueError: for what the kernels do not take.
+        ValueError: for calls that the kernels do not take.
     """
     _refuse_dropout(dropout_p)
     if cum_seq_q is not None or cum_seq_k is not None:
@@ -227,7 +227,7 @@ def _like_inputs(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ..
     return tuple(aten.in_order_of(grad, tensor) for grad, tensor in zip(grads, inputs, strict=False))
 
 
-#: name of the operator -> what stands for it
+#: name of the operator -> the function in its place
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_backward,

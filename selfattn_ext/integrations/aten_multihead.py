@@ -1,9 +1,8 @@
-"""aten's multi-head attention for inference, the fast path of nn.MultiheadAttention and
-nn.TransformerEncoderLayer, by this package's kernels.
+"""torch's multi-head attention operator for inference by this package's kernels.
 
-On the CPU it never comes by F.scaled_dot_product_attention: one operator holds the projections, softmax and
-all. nn.TransformerEncoder hands it nested tensors where a padding mask is given, so that padding costs
-nothing.
+It is the fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer. On the CPU it does not call
+F.scaled_dot_product_attention: one operator holds the projections and the attention. nn.TransformerEncoder
+hands it nested tensors if a padding mask is given, so that padding costs nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def multi_head_attention(
         mask: hides where it is not 0; (L, S) with mask_type 0, (B, S) with 1, (B, H, L, S) with 2.
 
     Raises:
-        ValueError: for what is left to torch's kernel.
+        ValueError: for calls that are left to torch's kernel.
     """
     if query.is_nested:
         if not (query is key and key is value) or need_weights or mask is not None:
@@ -65,7 +64,7 @@ def multi_head_attention(
 
 
 def _visible(mask: Tensor, mask_type: int | None) -> Tensor:
-    """The mask as this package has it: True is seen, four dimensions."""
+    """The mask as this package takes it: four dimensions, True where a query sees a key."""
     seen = mask.logical_not()
     if mask_type == 1:
         return seen[:, None, None, :]
@@ -80,7 +79,7 @@ def _nested(
     proj_weight: Tensor,
     proj_bias: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same for sequences of different lengths: one product for all, attention one by one."""
+    """The operator for sequences of different lengths: one product for all, then attention one by one."""
     outs = []
     for sequence in F.linear(tokens, qkv_weight, qkv_bias).unbind():
         query, key, value = sequence.unflatten(1, (3, num_head, -1)).permute(1, 2, 0, 3)[:, None]
@@ -90,5 +89,5 @@ def _nested(
     return F.linear(mixed, proj_weight, proj_bias), None
 
 
-#: name of the operator -> what stands for it
+#: name of the operator -> the function in its place
 OPERATORS: dict[str, Callable[..., Any]] = {"_native_multi_head_attention": multi_head_attention}

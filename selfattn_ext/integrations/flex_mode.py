@@ -1,4 +1,4 @@
-"""``with selfattn_ext.as_flex():`` torch's flex_attention on this package's kernels, for a block."""
+"""as_flex: a block in which torch's flex_attention runs on this package's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def as_flex() -> ContextDecorator:
 
     Takes every call of :func:`torch.nn.attention.flex_attention.flex_attention` with tensors on the CPU,
     by whatever name a program has bound it, eager and in functions that torch.compile compiles,
-    ``fullgraph=True`` included. Out comes what :func:`selfattn_ext.flex_attention` gives, with gradients
+    ``fullgraph=True`` included. The results are those of :func:`selfattn_ext.flex_attention`, with gradients
     of query, key, value and captured tensors. Calls with tensors on other devices, of other dtypes or of
     subclasses stay torch's own.
 
@@ -23,8 +23,15 @@ def as_flex() -> ContextDecorator:
     one for all of them. Blocks may be nested, also with
     ``selfattn_ext.integrations.torch_flex.activate()``, which is the same without an end. A function is
     compiled once for use inside and once for use outside. Activation checkpointing recomputes in the
-    backward: that belongs into a block too. Enter blocks outside of compiled functions; inside they break
-    its graph.
+    backward, which therefore belongs into a block too. Enter blocks outside of compiled functions; inside,
+    they break the graph.
+
+    Returns:
+        A context manager, which also decorates functions, and which can be entered again.
+
+    Raises:
+        RuntimeError: on entry, if this torch's flex_attention has other arguments than this package knows.
+        ValueError, TypeError, IndexError: in the block, as :func:`selfattn_ext.flex_attention` does.
     """
     return _Block()
 

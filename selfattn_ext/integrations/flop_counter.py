@@ -1,7 +1,7 @@
-"""How many floating-point operations the operators take, for torch.utils.flop_counter.
+"""Counts the floating-point operations of the operators, for torch.utils.flop_counter.
 
-As torch counts its own attention: the products of matrices, two operations for each multiplication with its
-addition, whole matrices whatever is hidden, and the softmax not at all.
+It counts as torch does for its own attention: the products of whole matrices, whatever is hidden, with two
+operations for each multiplication and its addition, and not the softmax.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _operators = getattr(torch.ops, ops.NAMESPACE)
 
 
 def _products(query: Tensor, key: Tensor, width: int, options: dict[str, Any]) -> int:
-    """Products of (B, H, L, S) with a matrix of that width, or with that result."""
+    """The operations of products of (B, H, L, S) with a matrix of that width, or with that result."""
     pairs = zip(_lengths(query, "q", options), _lengths(key, "k", options), strict=True)
     return 2 * query.shape[1] * width * sum(queries * keys for queries, keys in pairs)
 
 
 def _lengths(tensor: Tensor, side: str, options: dict[str, Any]) -> list[int]:
-    """How many queries or keys each batch element has, where nobody can look the most that it may have."""
+    """The number of queries or keys of each batch element; if it cannot be read, the most that it may be."""
     starts, used = options.get(f"cu_seqlens_{side}"), options.get(f"seqlens_{side}")
     table = options.get("block_table") if side == "k" else None
     lengths = [tensor.shape[2]] * tensor.shape[0]
@@ -54,7 +54,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: An
 
 @register_flop_formula([_operators.attention_backward, _operators.basic_attention_backward], get_raw=True)
 def _backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    # The scores again, the gradients of query and key; those of the weights and of value.
+    # It computes the scores again, the gradients of query and key, and those of the weights and of value.
     return _products(query, key, 3 * query.shape[3] + 2 * value.shape[3], kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Masks that say who sees whom, and become numbers for whoever computes with them."""
+"""Masks that are rules, and become numbers if code computes with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LazyMask(torch.Tensor):
     A library that makes masks in one place and attends in another can hand this from one to the other. Its
     shape, dtype and device are those of the mask that it stands for; any operation on it computes that mask
     first (:meth:`additive`) and gives a plain tensor. So code that does not know the class and adds its mask
-    to scores, slices it or joins it with another one stays right. Code that knows it attends by::
+    to scores, slices it or joins it with another one stays right. Code that knows the class attends by::
 
         selfattn_ext.scaled_dot_product_attention(q, k, v, mask.attn_mask(), **mask.options())
 
@@ -38,26 +38,26 @@ class LazyMask(torch.Tensor):
         return mask
 
     def options(self) -> dict[str, Any]:
-        """What of it is a rule, as arguments of :func:`selfattn_ext.scaled_dot_product_attention`."""
+        """The rule in it, as arguments of :func:`selfattn_ext.scaled_dot_product_attention`."""
         raise NotImplementedError
 
     def attn_mask(self) -> Tensor | None:
-        """The rest, a bool mask broadcastable to (B, 1, L, S), or None."""
+        """The part that is no rule, a bool mask broadcastable to (B, 1, L, S), or None."""
         raise NotImplementedError
 
     def dense(self) -> Tensor:
-        """All of it as a plain bool tensor (B, 1, L, S), True where a query sees a key."""
+        """The whole mask as a plain bool tensor (B, 1, L, S), True where a query sees a key."""
         raise NotImplementedError
 
     def additive(self) -> Tensor:
-        """All of it as a plain tensor of its own dtype, made once; batch entries may share memory."""
+        """The whole mask as a plain tensor of its own dtype, made once; batch entries may share memory."""
         if self._additive is None:
             hidden = torch.finfo(self.dtype).min
             zero = torch.zeros((), dtype=self.dtype, device=self.device)
             self._additive = torch.where(self.dense(), zero, hidden)
         return self._additive
 
-    # Attributes and methods are found as on any tensor; only operators, which come out below, compute.
+    # Attributes and methods are found as on any tensor; only operators compute, in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -82,16 +82,17 @@ class LazyMask(torch.Tensor):
 
 
 class PositionalMask(LazyMask):
-    """A mask that goes by the positions of queries and keys, and by keys that nobody sees: no (L, S) memory.
+    """A mask by the positions of queries and keys, and by keys that are hidden from all, without (L, S)
+    memory.
 
     Args:
         shape: (B, L, S).
         window_size: (left, right) as in :func:`selfattn_ext.scaled_dot_product_attention`; (-1, 0) is the
             causal rule.
         query_offset: position of query 0 among the keys.
-        visible_keys: (B, S) bool, which keys anybody sees; None for all.
-        device: where the mask would be.
-        dtype: of the numbers that it turns into.
+        visible_keys: (B, S) bool, False for keys that are hidden from all queries; None shows all.
+        device: the device of the mask.
+        dtype: the dtype of the numbers that it turns into.
     """
 
     window_size: tuple[int, int]
@@ -159,7 +160,7 @@ class VisibleMask(LazyMask):
 
     Args:
         visible: (B, 1, L, S) bool, True where a query sees a key.
-        dtype: of the numbers that it turns into.
+        dtype: the dtype of the numbers that it turns into.
     """
 
     visible: Tensor

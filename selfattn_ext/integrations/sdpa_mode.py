@@ -1,4 +1,4 @@
-"""``with selfattn_ext.as_sdpa():`` F.scaled_dot_product_attention on this package's kernels, in this thread.
+"""as_sdpa: a block in which F.scaled_dot_product_attention runs on this package's kernels.
 
 Note [A dispatch key as the switch]
     The block includes a dispatch key in the thread's set of keys, one that torch itself uses in no build, and
@@ -38,7 +38,7 @@ from . import aten_multihead
 
 __all__ = ["as_sdpa"]
 
-# Part of every build of torch, for C++ tests that include it by hand.
+# Every build of torch has this key, for C++ tests that include it by hand.
 _KEY = "TESTING_ONLY_GenericMode"
 _TAG = "selfattn_ext"
 
@@ -63,19 +63,26 @@ _no_dispatch = torch._C._disabled_torch_dispatch_impl
 def as_sdpa() -> _Block | _Traced:
     """A context manager and decorator: attention of PyTorch runs on this package's kernels.
 
-    Takes what calls :func:`torch.nn.functional.scaled_dot_product_attention`, by whatever way, and the fast
-    path of :class:`torch.nn.MultiheadAttention` and :class:`torch.nn.TransformerEncoderLayer`. Beyond what
-    ``torch.nn.attention.activate_flash_attention_impl("selfattn_ext")`` takes, these are the calls that torch
-    computes with its formula: dropout, gradients of masks, Ev != E, grouped heads, any number of leading
-    dimensions, derivatives of any order. For everything else (other dtypes and devices, nested tensors, other
-    tensor subclasses, mistakes) results and errors are torch's own, and so they are where
-    :func:`torch.nn.attention.sdpa_kernel` does not allow FLASH_ATTENTION.
+    It takes every call of :func:`torch.nn.functional.scaled_dot_product_attention`, from Python or C++, and
+    the fast path of :class:`torch.nn.MultiheadAttention` and :class:`torch.nn.TransformerEncoderLayer`.
+    Beyond the calls that ``torch.nn.attention.activate_flash_attention_impl("selfattn_ext")`` takes, these
+    are those that torch computes with its formula: dropout, gradients of masks, Ev != E, grouped heads, any
+    number of leading dimensions, derivatives of any order. For everything else (other dtypes and devices,
+    nested tensors, other tensor subclasses, mistakes) results and errors are torch's own, and so they are
+    where :func:`torch.nn.attention.sdpa_kernel` does not allow FLASH_ATTENTION.
 
     It holds for the thread that enters it and for the threads in which autograd computes gradients meanwhile,
     like :class:`torch.autocast`. Blocks may be nested. torch.compile compiles a function once for use inside
     and once for use outside, and takes the block inside a compiled function too.
 
-    Activation checkpointing recomputes in the backward: that belongs into a block too.
+    Activation checkpointing recomputes in the backward, which therefore belongs into a block too.
+
+    Returns:
+        A context manager, which also decorates functions, and which can be entered again.
+
+    Raises:
+        NotImplementedError: in a function that torch.compile compiles, if attention is called in it while a
+            block of :class:`selfattn_ext.distributed.context_parallel` is open.
     """
     if torch.compiler.is_dynamo_compiling():
         _put_in_graphs()
@@ -148,13 +155,13 @@ class _Traced(TorchFunctionMode):
             split_blocks.refuse("as_sdpa() within a function that is compiled")
             return _attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
-            # It calls F.scaled_dot_product_attention where no mode sees it.
+            # It calls F.scaled_dot_product_attention by a name that no mode sees.
             return _multi_head_attention_forward(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _put_in_graphs() -> None:
-    """Tells Dynamo to take our function as one step of its graph, like torch's; autograd's tracer goes in."""
+    """Tells Dynamo to take our function as one step of its graph, like torch's. AOTAutograd enters it."""
     torch.compiler.allow_in_graph(_attention)
 
 
@@ -176,7 +183,7 @@ def _register() -> None:
     library.impl("scaled_dot_product_attention", _attention)
     library.impl("_native_multi_head_attention", _multi_head_attention)
     _libraries.extend((everything, library))
-    # Operators that take functions, such as torch.func's, have a list of their own of what to pass by.
+    # Operators that take functions, such as torch.func's, have a list of their own of keys to skip.
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_key)
     for operator in torch._ops._higher_order_ops.values():
         operator.fallthrough(_key)
@@ -226,9 +233,9 @@ def _multi_head_attention(*args: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _taken(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> bool:
-    """Whether torch would compute the call and this package may: what torch refuses, torch has to refuse.
+    """Whether this package takes a call, and torch would: torch has to refuse the calls that it refuses.
 
-    Shapes that do not go together are refused by both, so that they are not looked at here.
+    Shapes that do not fit are not looked at here, because both refuse them.
     """
     if not (_is_ours(query) and _is_ours(key) and _is_ours(value) and _is_allowed()):
         return False
@@ -246,7 +253,7 @@ def _taken(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
 
 
 def _is_allowed() -> bool:
-    """Not while torch.jit.trace records, nor where torch.nn.attention.sdpa_kernel asks for other kernels."""
+    """Whether torch.jit.trace is not recording and torch.nn.attention.sdpa_kernel allows flash attention."""
     return _is_flash_enabled() and _tracing_state() is None
 
 
@@ -260,7 +267,7 @@ def _is_ours(tensor: Tensor, nested: bool = False) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Numbers in memory, or what stands for them while torch traces."""
+    """Whether a tensor has its numbers in memory, or stands for such a tensor while torch traces."""
     kind = type(tensor)
     return (
         (
@@ -279,6 +286,6 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _guard_precision(query: Tensor) -> None:
-    """A compiled function must not outlive the precision that it was compiled for."""
+    """Has a compiled function recompile if the precision that it was compiled for changes."""
     if query.dtype is torch.float32 and _is_compiling():
         precision.of_graph(query.is_cuda)

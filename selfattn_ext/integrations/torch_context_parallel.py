@@ -1,4 +1,4 @@
-"""The switch of selfattn_ext.distributed.torch_context_parallel, which is imported once it is needed."""
+"""Switches selfattn_ext.distributed.torch_context_parallel, which it imports if it is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 __all__ = ["activate", "restore"]
 
-#: Where torch's context parallelism is.
+#: The module of torch's context parallelism.
 _TORCHS = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 

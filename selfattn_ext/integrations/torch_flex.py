@@ -1,4 +1,4 @@
-"""torch.nn.attention.flex_attention on this package's kernels, for programs that call torch's function.
+"""torch's own flex_attention runs on this package's kernels, in programs that call it.
 
 :func:`activate` and :func:`restore` hold for the process; :mod:`.flex_mode` has the same as a block.
 
@@ -7,20 +7,19 @@ Note [A function's code as the switch]
     torch's module would reach few of them. What they all hold is the function object, and so its code is
     replaced, by one that asks :func:`attention`. Nothing else of torch is touched, and putting the code
     back restores everything: torch.compile looks code up by its identity. A function that was compiled
-    has compiled forms of its own for either code, and compiled functions that have ours or torch's inside
-    are guarded by it, so that crossing the switch compiles once more and goes back to the earlier form
-    later.
+    has a compiled form for either code, and the code is among its guards. So the first call after a switch
+    compiles once more, and later ones go back to the earlier form.
 
-    The other ways in were worse. A TorchFunctionMode does not see this function. Kernels for torch's
-    operator ``torch.ops.higher_order.flex_attention`` come behind the checks that refuse gradients on the
-    CPU, get functions that Dynamo has traced, which costs a compilation where none is asked for, and
-    would have to tell in a dispatcher's cache who called. Replacing the checks that torch's function
+    Other ways are worse. A TorchFunctionMode does not see this function. Kernels for torch's
+    operator ``torch.ops.higher_order.flex_attention`` come after the checks that refuse gradients on the
+    CPU, get functions that Dynamo has traced, which costs a compilation even if none is asked for, and
+    would have to tell callers apart in a dispatcher's cache. Replacing the checks that torch's function
     calls by name leaves that compilation.
 
 Note [What stays torch's]
     Calls that :func:`attention` does not take run torch's own code, in a function that shares its
     globals: other devices than the CPU, other dtypes, nested tensors and other subclasses, q, k and v of
-    unlike dtypes, and whatever torch.export traces.
+    different dtypes, and all calls that torch.export traces.
 """
 
 from __future__ import annotations
@@ -42,9 +41,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def activate() -> None:
-    """torch's flex_attention runs on this package's kernels in all threads, until :func:`restore`.
+    """Has torch's flex_attention run on this package's kernels in all threads, until :func:`restore`.
 
-    Once more does nothing.
+    Calling it again does nothing.
+
+    Raises:
+        RuntimeError: this torch's flex_attention has other arguments than this package knows.
     """
     if not _activated.is_set():
         _activated.set()
@@ -52,7 +54,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Takes :func:`activate` back; without it, does nothing. Open blocks of as_flex stay in force."""
+    """Undoes :func:`activate`, if it was called. Open blocks of as_flex stay in force."""
     if _activated.is_set():
         _activated.clear()
         switch.leave()
@@ -70,7 +72,19 @@ def attention(
     kernel_options: Any,
     return_aux: Any,
 ) -> Any:
-    """What torch's function does while the switch is on."""
+    """The function that torch's flex_attention calls while the switch is on.
+
+    Args:
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux:
+            as :func:`torch.nn.attention.flex_attention.flex_attention` takes them.
+
+    Returns:
+        The results of :func:`selfattn_ext.flex_attention`, or of torch's own function for other devices,
+        dtypes and classes of tensors.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, IndexError: as :func:`selfattn_ext.flex_attention` does.
+    """
     if not _taken(query, key, value) or torch.compiler.is_exporting():
         return switch.torchs(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
@@ -79,7 +93,7 @@ def attention(
     return flex_attention(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux=return_aux,
-        # Not by their defaults, which Dynamo would take for numbers that may change, and compile twice.
+        # Given here, as Dynamo would take their defaults for numbers that may change, and compile twice.
         dropout_p=0.0, softcap=0.0,
     )  # fmt: skip
 
@@ -94,7 +108,7 @@ def _taken(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype in _DTYPES and query.dtype == key.dtype == value.dtype
 
 
-# Its names are looked up in torch's module.
+# The names in its code are looked up in torch's module, hence the import inside.
 def _entry(
     query: Any,
     key: Any,
@@ -116,7 +130,7 @@ def _entry(
 
 
 class _Switch:
-    """The code of torch's function: ours while anybody is in, see Note [A function's code as the switch]."""
+    """The code of torch's function, ours while there are users: Note [A function's code as the switch]."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -141,7 +155,7 @@ class _Switch:
 
 
 def _torchs() -> tuple[types.FunctionType, types.FunctionType]:
-    """torch's function, and another one that does the same.
+    """torch's function, and a copy of it.
 
     Raises:
         RuntimeError: torch's function is not one that this package knows.
@@ -165,6 +179,6 @@ def _not_entered(*_: Any, **__: Any) -> Any:
     raise AssertionError("nobody has entered the switch")
 
 
-#: What :func:`activate` and as_flex share.
+#: The switch that :func:`activate` and as_flex share.
 switch = _Switch()
 _activated = threading.Event()

@@ -1,8 +1,8 @@
-"""torch's own switch for flash attention: torch.nn.attention.activate_flash_attention_impl("selfattn_ext").
+"""activate_flash_attention_impl("selfattn_ext"): torch's own switch for flash attention.
 
 Importing the package registers the name, which costs a dictionary entry. Activating puts this package's
 kernels in the place of torch's fused ones, for the whole process; restore_flash_attention_impl() takes them
-out again. What torch would not send to its fused kernels it computes as ever: :mod:`.sdpa_mode` takes that
+out again. Calls that torch does not send to its fused kernels stay torch's; :mod:`.sdpa_mode` takes those,
 too.
 
 Note [Kernels in torch's table]
@@ -27,7 +27,7 @@ __all__ = ["NAME", "activate", "register"]
 #: The name that activate_flash_attention_impl knows the kernels by.
 NAME = "selfattn_ext"
 
-#: What the kernels refuse with, TypeError for dtypes.
+#: The exceptions by which the kernels refuse a call, TypeError for dtypes.
 REFUSALS = (ValueError, TypeError)
 
 
@@ -53,7 +53,7 @@ class Activation:
         torch_context_parallel.activate()
 
     def remove(self) -> None:
-        """Brings torch's kernels back; once more does nothing."""
+        """Brings torch's kernels back. Calling it again does nothing."""
         library, self._library = self._library, None
         if library is not None:
             torch_context_parallel.restore()
@@ -61,7 +61,7 @@ class Activation:
 
 
 def _or_torch(operator: str, dispatch_key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with torch's kernel for what it refuses."""
+    """The function, with torch's kernel for calls that it refuses."""
     torchs = torch.library.get_kernel(operator, dispatch_key)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def _or_torch(operator: str, dispatch_key: str, function: Callable[..., Any]) ->
 
 
 def activate() -> Activation:
-    """Puts the kernels in the place of torch's; what torch.nn.attention.activate_flash_attention_impl calls.
+    """Puts the kernels in the place of torch's, as torch.nn.attention.activate_flash_attention_impl asks.
 
     Returns:
         The handle that restore_flash_attention_impl removes.

@@ -30,14 +30,14 @@ _RESERVED = ("eager", "sdpa", "flash", "flex", "paged", "/", ":", "|")
 
 
 def register(name: str = "selfattn_ext") -> None:
-    """Makes ``attn_implementation=name`` known to transformers, for this process. Again is no harm.
+    """Makes ``attn_implementation=name`` known to transformers, for this process. It can be called again.
 
     Args:
-        name: under which name; it may not contain one of transformers' own, such as "sdpa".
+        name: the name of the implementation, without any of transformers' own in it, such as "sdpa".
 
     Raises:
         ImportError: transformers is missing or older than 4.57.
-        ValueError: the name is taken, or means something to transformers.
+        ValueError: the name is taken, or has a meaning for transformers.
     """
     attention, masks, version = _interfaces()
     if not isinstance(name, str) or not name or any(part in name for part in _RESERVED):
@@ -90,32 +90,32 @@ def attention_forward(
     output_attentions: bool | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers' AttentionInterface calls in place of a model's ``eager_attention_forward``.
+    """Attention as transformers' AttentionInterface calls it in place of ``eager_attention_forward``.
 
     Args:
         module: the layer.
         query: (B, H, L, E).
-        key: (B, Hk, S, E), as many heads as there are: H must be a multiple.
+        key: (B, Hk, S, E), where Hk divides H.
         value: (B, Hk, S, Ev).
         attention_mask: a :class:`LazyMask`, a bool or float mask broadcastable to (B, H, L, S), which may be
             longer than the keys, or None, which hides nothing.
         dropout: probability, 0 in evaluation.
         scaling: factor of the scores; 1 / sqrt(E) by default.
-        is_causal: whether no mask means causal. For more than one query, from the first key on. Where it is
-            None, that is what ``module.is_causal`` says, but where :func:`mask_function` makes the masks,
-            which leaves out none that hides something.
-        softcap: as in Gemma 2.
+        is_causal: whether a call without a mask is causal, from the first key on, if it has more than one
+            query. None stands for ``module.is_causal``, or for False if :func:`mask_function` makes the
+            masks, as it leaves out none that hides a key.
+        softcap: the bound of the scores, as in Gemma 2.
         s_aux: (H,) a logit per head that takes part in the softmax, as in GPT-OSS.
-        sinks: (B, H, L, 1), the same for every query.
+        sinks: (B, H, L, 1), such a logit for every query.
         position_bias: broadcastable to (B, H, L, S), added to the scores, as in T5.
         head_mask: broadcastable to (1, H, 1, 1), factors of the weights (4.57).
-        indices: (B, L, K), the keys that each query sees among those that the mask shows; -1 is none, and a
-            key that is named twice counts once.
+        indices: (B, L, K), the keys that each query sees among those that the mask shows; -1 stands for no
+            key, and a key that is named twice counts once.
         block_indices: (B, G, L, K), the same by blocks of ``module.indexer.block_size`` keys, for G groups of
             neighbouring query heads.
-        cache: of continuous batching; not taken.
+        cache: the cache of continuous batching, which is refused.
         output_attentions: whether the weights are asked for.
-        unused: what other implementations take. A sliding window is in the mask.
+        unused: arguments of other implementations. A sliding window is in the mask.
 
     Returns:
         out (B, L, H, Ev), and the weights (B, H, L, S), after dropout, or None.
@@ -147,7 +147,7 @@ def attention_forward(
     else:
         if is_causal is None:
             is_causal = not transformers_support.makes_masks(module) and getattr(module, "is_causal", True)
-        # In this order: torch.compile makes an object of its own of a comparison that comes last.
+        # The comparison comes first, as torch.compile would make an object of its own of one at the end.
         options["is_causal"] = query.shape[2] > 1 and bool(is_causal)
     for chosen in _chosen_keys(module, indices, block_indices, keys, query.shape[1]):
         visible = chosen if visible is None else visible & chosen
@@ -174,7 +174,7 @@ def attention_forward(
     if weights_wanted:
         out, weights = results[:2]
     if share_of is not None:
-        # What a sink leaves to the keys.
+        # The part of the softmax that a sink leaves to the keys.
         share = torch.sigmoid(results[-1].unsqueeze(-1) - share_of).to(query.dtype)
         out = (out if weights_wanted else results[0]) * share
         if weights is not None and sinks is not None:
@@ -187,7 +187,7 @@ def attention_forward(
 
 
 def _combined(visible: Tensor | None, bias: Tensor | None, keys: int) -> Tensor | None:
-    """One mask of who is seen and what is added."""
+    """One mask from the visible keys and the numbers that are added."""
     if bias is None:
         return visible
     bias = bias[..., :keys]
@@ -197,7 +197,7 @@ def _combined(visible: Tensor | None, bias: Tensor | None, keys: int) -> Tensor 
 def _chosen_keys(
     module: Any, indices: Tensor | None, block_indices: Tensor | None, keys: int, heads: int
 ) -> Iterator[Tensor]:
-    """What ``indices`` and ``block_indices`` show, each as a bool mask (B, 1 | H, L, S)."""
+    """The keys that ``indices`` and ``block_indices`` show, each as a bool mask (B, 1 | H, L, S)."""
     if indices is not None:
         yield _listed(indices, keys).unsqueeze(1)
     if block_indices is not None:
@@ -212,7 +212,7 @@ def _chosen_keys(
 
 
 def _listed(indices: Tensor, count: int) -> Tensor:
-    """(..., K) indices, of which negative ones are none, as bools (..., count)."""
+    """Indices (..., K), whose negative ones stand for nothing, as bools (..., count)."""
     # Negative indices go into a column that is cut off.
     places = torch.where(indices < 0, count, indices).long()
     shown = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
@@ -229,7 +229,7 @@ def _head_factor(head_mask: Tensor, heads: int) -> Tensor:
 
 
 def _legacy_scale(module: Any, value: Tensor) -> float | None:
-    """The scale of GPT-2 in 4.57, which gives none and leaves it to its eager function to know."""
+    """The scale of GPT-2 in 4.57, which passes none because its eager function knows it."""
     if not hasattr(module, "scale_attn_by_inverse_layer_idx"):
         return None
     scale: float = value.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0

@@ -1,8 +1,8 @@
-"""Models of transformers 4.57 that do not ask AttentionInterface for an implementation: BERT's kind and T5.
+"""Models of transformers 4.57 that do not ask AttentionInterface: BERT's kind and T5.
 
 BERT and others take their attention from a table of classes in the module of the model:
 see transformers_support.py. T5 computes its attention inline; its forward is written here once more, for
-models of our name.
+models that are given our name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 __all__ = ["WITH_TABLES", "replace_forward"]
 
-# The "sdpa" classes of these take the mask that their models make for names they do not know. DistilBERT's,
-# for one, does not.
+# The "sdpa" classes of these take the mask that their models make for unknown names. Others, DistilBERT's
+# among them, do not.
 WITH_TABLES = {
     "albert", "beit", "bert", "camembert", "jetmoe", "nemotron", "olmoe", "phimoe", "qwen2_moe", "roberta",
     "stablelm", "xlm_roberta", "xlm_roberta_xl",
@@ -50,7 +50,7 @@ def _remembering(init: Any) -> Any:
 def _choosing(forward: Any, names: Container[str], attention_forward: Callable[..., Any]) -> Any:
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A layer that was built before has no config.
+        # A layer that was built before register() has no config.
         config = getattr(self, "config", None)
         ours = config is not None and config._attn_implementation in names
         return (
@@ -116,7 +116,7 @@ def _heads(self: Any, states: Tensor) -> Tensor:
 def _keys_and_values(
     self: Any, hidden_states: Tensor, encoded: Tensor | None, cache: Any, cache_position: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Those of a layer of T5, out of the cache and into it."""
+    """The keys and values of a layer of T5, which go through the cache if there is one."""
     both = hasattr(cache, "is_updated")  # a cache for both kinds of attention
     of_layer = cache
     if both:

@@ -1,18 +1,18 @@
-"""The masks of Hugging Face transformers as rules that the kernels evaluate.
+"""The masks of Hugging Face transformers become rules that the kernels evaluate.
 
-transformers describes who sees whom by a function of (batch, head, query, key) and asks the attention
-implementation for a mask of it. Those functions that say "causal", "sliding window" or "everybody" are
-recognised here and become a :class:`PositionalMask`, with the padding as a row of visible keys per batch
+transformers describes the visible keys of each query by a function of (batch, head, query, key) and asks the
+attention implementation for a mask of it. Those functions that say "causal", "sliding window" or "everybody"
+are recognised here and become a :class:`PositionalMask`, with the padding as a row of visible keys per batch
 entry: no (L, S) tensor. Any other function becomes a :class:`VisibleMask` of the elements.
 
 Note [What a model may do with its mask]
     Many models slice their masks, join them with others, or compute a part of their attention by themselves
-    and add the mask to scores. All of them can do so with the masks of "eager", which are added; so both
-    classes turn into these where a model computes with them. Where a graph is traced a mask must be a plain
-    tensor. Models that transformers itself runs on bool masks, by "sdpa" or flex_attention, get those, of
-    which the kernels skip what is hidden; all other models get the mask of "eager".
+    and add the mask to scores. The masks of "eager", which are added, allow all of this; so both classes turn
+    into these if a model computes with them. While a graph is traced a mask must be a plain tensor. Models
+    that transformers itself runs on bool masks, by "sdpa" or flex_attention, get those, of which the kernels
+    skip what is hidden; all other models get the mask of "eager".
 
-    A mask is left out where "eager" leaves it out. So "no mask" hides nothing, whatever the layer says about
+    A mask is left out if "eager" leaves it out. So "no mask" hides nothing, whatever the layer says about
     being causal; a model that appends to its mask has one, and one that counts on none has none.
 
 Note [The position of the queries]
@@ -46,17 +46,19 @@ _takes_bool: dict[type, bool] = {}
 
 
 def note_bool_masks(config: Any, taken: bool) -> None:
-    """Remembers whether a model of this configuration takes bool masks: all that share its class must."""
+    """Remembers whether a model of this configuration takes bool masks; all that share its class must."""
     _takes_bool[type(config)] = taken and _takes_bool.get(type(config), True)
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
-    """What transformers' AttentionMaskInterface calls, with the arguments of ``masking_utils.sdpa_mask``.
+    """The mask that transformers' AttentionMaskInterface asks for.
+
+    Args:
+        arguments: those of ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        None for queries that see every key, if that is allowed, a mask that is computed when needed, or,
-        where a graph is or may be traced, a plain mask (B, 1, L, S): Note [What a model may do with its
-        mask].
+        None if queries see every key and that is allowed; a mask that is computed when it is needed; or a
+        plain mask (B, 1, L, S) if a graph is or may be traced: Note [What a model may do with its mask].
     """
     from transformers import masking_utils
 
@@ -73,7 +75,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
         if window == (-1, -1) and shown is None and arguments.get("allow_is_bidirectional_skip", False):
             return None
     if queries == 1 and not arguments.get("allow_is_causal_skip", True):
-        # A decoding step that may be compiled, into which an offset must not be frozen.
+        # This decoding step may be compiled, and an offset must not be frozen into it.
         return _plain_mask(arguments, masking_utils)
     dtype = arguments.get("dtype", torch.float32)
     if window is None or offset is None:
@@ -120,14 +122,14 @@ def _window(function: Callable[..., Any], masking_utils: Any) -> Window | None:
 
 
 def captured(function: Any) -> dict[str, Any]:
-    """The variables around a nested function, by name; none for what is no function."""
+    """The variables around a nested function, by name; none for an object that is no function."""
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def _narrowest(windows: list[Any]) -> Window:
-    """What is within all of the windows."""
+    """The window that lies within all of the windows."""
 
     def side(index: int) -> int:
         return min((window[index] for window in windows if window[index] >= 0), default=-1)
@@ -136,7 +138,7 @@ def _narrowest(windows: list[Any]) -> Window:
 
 
 def _is_one_sequence(indices: Tensor) -> bool:
-    """Whether (B, L) indices of packed sequences tell of one per batch entry; no if it takes a GPU to know.
+    """Whether (B, L) indices name one packed sequence per batch entry; False if they are on a GPU.
 
     transformers 4.57 gives such a mask to every model that is called without cache and mask.
     """
@@ -159,7 +161,7 @@ def _query_offset(arguments: dict[str, Any]) -> int | None:
     if "cache_position" in arguments:
         positions = arguments["cache_position"]
         if positions.device.type != "cpu":
-            # Where transformers leaves a mask out these are the offsets that it takes for granted.
+            # transformers assumes these offsets if it leaves a mask out.
             return keys - queries if skips and (queries in (1, keys)) else None
         first = int(positions[0]) if queries else 0
         if queries > 1 and not torch.equal(positions, torch.arange(first, first + queries)):
@@ -174,20 +176,20 @@ def _query_offset(arguments: dict[str, Any]) -> int | None:
 
 
 def _visible_keys(arguments: dict[str, Any], queries: int, offset: int, hides_later: bool) -> Tensor | None:
-    """The padding as (B, S) bool, or None where it hides nothing that the rule shows. Under context_parallel
-    S are the keys of all ranks.
+    """The padding as (B, S) bool, or None if it hides nothing that the rule shows. Under context_parallel S
+    counts the keys of all ranks.
     """
     padding = arguments.get("attention_mask")
     if padding is None:
         return None
     if split_blocks.any_open():
-        # This rank has that of its own tokens; queries see those of all ranks.
+        # This rank has the padding of its own tokens, but queries see the keys of all ranks.
         everybody = split_blocks.whole(padding.to(torch.uint8), 1).bool()
         return None if bool(everybody.all()) else everybody
     keys, start = arguments["kv_length"], arguments["kv_offset"]
     padding = padding[:, start : start + keys]
     told = padding.shape[1]
-    # A GPU is asked for the values where transformers asks, which is not worth it for the row of one query.
+    # A GPU is asked for values if transformers asks, too; for the row of one query that is not worth it.
     may_look = padding.device.type == "cpu" or queries > 1
     told_enough = told == keys or (hides_later and offset + queries <= told)
     if told_enough and may_look and bool(padding.all()):
@@ -202,7 +204,7 @@ def _hides_nothing(window: Window, offset: int, keys: int) -> bool:
 
 
 def _is_tracing(arguments: dict[str, Any]) -> bool:
-    """Whether values are not to be had, as a graph is made of the calls."""
+    """Whether values cannot be read, because the calls become a graph."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]

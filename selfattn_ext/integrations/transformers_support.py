@@ -1,12 +1,12 @@
-"""Which models of transformers take an implementation of our name: they run on it, or are refused.
+"""Models of transformers that are given our name run on these kernels, or are refused.
 
 Most models ask transformers' AttentionInterface for their attention function. Some take a class of layers
 from a table, "eager" and "sdpa", in the module of the model: such a table gets an entry of our name, the
 "sdpa" class run within :func:`selfattn_ext.as_sdpa`. Others compute attention by themselves and would accept
-any name without a word; these raise ValueError, as most of them do for "sdpa". The others, which call torch's
-function or have models inside that ask, get a warning.
+any name silently; these raise ValueError, as most of them do for "sdpa". Those of them that call torch's
+function, or have models inside that ask, get a warning.
 
-Nothing is imported for this: a model is judged and made ready when one of its kind is built.
+Nothing is imported for this: a model is judged and prepared when one of its kind is built.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _attention_forward: Callable[..., Any]
 
 
 def register(name: str, version: tuple[int, ...], attention_forward: Callable[..., Any]) -> None:
-    """Has models take the name, which AttentionInterface knows already as that function, or refuse it. Again
-    is no harm.
+    """Has models take the name, which AttentionInterface knows already as that function, or refuse it. It can
+    be called again.
     """
     global _attention_forward, _version
     from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ def register(name: str, version: tuple[int, ...], attention_forward: Callable[..
 
 
 def makes_masks(module: nn.Module) -> bool:
-    """Whether the masks of a layer are made by this package: then None hides nothing."""
+    """Whether this package makes the masks of a layer, so that None hides nothing."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) in _names
 
 
@@ -65,7 +65,7 @@ def keeps_sinks_out_of_weights(module: nn.Module) -> bool:
 
 
 def _judging(get_correct_attn_implementation: Any) -> Any:
-    """What every model calls before it builds its layers, and again when its implementation is changed."""
+    """Wraps the method that a model calls before it builds its layers, and if its implementation changes."""
 
     @functools.wraps(get_correct_attn_implementation)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _judging(get_correct_attn_implementation: Any) -> Any:
             if not any(prepared) and _computes_by_itself(kind):
                 _refuse(kind, chosen)
             bools = kind._supports_sdpa or getattr(kind, "_supports_flex_attn", False)
-            # A class from a table may still do without torch's function, and add its mask.
+            # A class from a table may not call torch's function, and add its mask instead.
             note_bool_masks(self.config, bools and not any(prepared))
             watch(self)
         return chosen
@@ -85,7 +85,7 @@ def _judging(get_correct_attn_implementation: Any) -> Any:
 
 
 def _refuse(kind: Any, name: str) -> None:
-    """Raises, or warns for a model that transformers lets pass for "sdpa" nevertheless."""
+    """Raises ValueError; or warns, for a model that transformers accepts with "sdpa" nevertheless."""
     alone = f"{kind.__name__} computes attention by itself and does not ask for an implementation"
     if kind._supports_sdpa and not _tables(sys.modules[kind.__module__]):
         warnings.warn(f"{alone}: of {name!r} only models that it is made of make use", stacklevel=2)
@@ -97,7 +97,7 @@ def _refuse(kind: Any, name: str) -> None:
 
 
 def _prepared(kind: type, name: str) -> bool:
-    """Makes ready what of a class needs it; False if it needs nothing, or cannot be."""
+    """Prepares a class of models; False if there is nothing to prepare, or it cannot be done."""
     package, _, model = kind.__module__.rpartition(".")[0].rpartition(".")
     if package != "transformers.models":
         return False
@@ -124,14 +124,14 @@ def _computes_by_itself(kind: Any) -> bool:
     try:
         inspect.getsource(module)  # type: ignore[arg-type]
     except (OSError, TypeError):
-        return False  # of a notebook, for one: nobody can tell
+        return False  # a module without a source, as in a notebook, cannot be judged
     assert module is not None
     return bool(_tables(module)) or not kind._can_set_attn_implementation()
 
 
 @functools.cache
 def _within_as_sdpa(sdpa_class: Any, eager_class: Any) -> Any:
-    """The class with our kernels in the place of torch's; the eager class where weights are asked for."""
+    """The class with our kernels in the place of torch's, or the eager class if weights are asked for."""
 
     class Attention(sdpa_class):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ def _within_as_sdpa(sdpa_class: Any, eager_class: Any) -> Any:
                 return super().forward(*args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # A class that is made here cannot be found by its name.
+            # pickle cannot find a class that is made here by its name.
             return _empty, (sdpa_class, eager_class), self.__dict__
 
     Attention.__name__ = Attention.__qualname__ = sdpa_class.__name__
@@ -157,6 +157,6 @@ def _within_as_sdpa(sdpa_class: Any, eager_class: Any) -> Any:
 
 
 def _empty(*classes: Any) -> Any:
-    """For pickle and deepcopy, which fill it."""
+    """An empty instance, which pickle and deepcopy fill."""
     made = _within_as_sdpa(*classes)
     return made.__new__(made)

@@ -1,8 +1,9 @@
-"""Whether a layer of transformers is to return its attention weights, which not every model tells its layers.
+"""Tells whether a layer of transformers is to return its attention weights.
 
-There are three ways: the argument ``output_attentions``, which reaches the attention function in some models;
-transformers' collectors, which take what layers return; and models that gather the weights of their layers
-in a loop of their own. For the last models are watched: a hook sees ``output_attentions`` as one is called.
+Not every model tells its layers. There are three ways: the argument ``output_attentions``, which reaches the
+attention function in some models; transformers' collectors, which take what layers return; and models that
+gather the weights of their layers in a loop of their own. Because of the last, models are watched: a hook
+sees ``output_attentions`` as one is called.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["watch", "weights_are_wanted"]
 
 
 class _Calls(threading.local):
-    """What the models that are running in this thread were asked for, the innermost last."""
+    """Whether the models that are running in this thread were asked for weights, the innermost last."""
 
     def __init__(self) -> None:
         self.wanted: list[bool] = []
@@ -30,7 +31,7 @@ _calls = _Calls()
 
 
 def watch(model: nn.Module) -> None:
-    """Has the layers of a model know what it is asked for. Again is no harm."""
+    """Has the layers of a model know whether it is asked for weights. It can be called again."""
     if _enter not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_enter, with_kwargs=True)
         model.register_forward_hook(_leave, always_call=True)
@@ -64,7 +65,7 @@ def weights_are_wanted(module: nn.Module) -> bool:
 
 @functools.cache
 def _collector() -> Any:
-    """Where transformers 5 keeps what it collects, None in 4.57."""
+    """The variable in which transformers 5 names what it collects, None in 4.57."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:

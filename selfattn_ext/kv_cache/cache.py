@@ -1,9 +1,9 @@
-"""Keys and values of a decoder's layers and sequences, contiguous or in pages of a pool.
+"""KVCache: keys and values of a decoder's layers and sequences, in slots or in pages of a pool.
 
 Note [Lengths on both sides]
-    How long sequences are is known twice: as Python ints, which decide about capacity and pages, and as
+    The lengths of sequences are kept twice: as Python ints, which decide about capacity and pages, and as
     tensors, which the operators read. A step begins with :meth:`KVCache.extend`, which counts and refuses;
-    what layers call after it looks at tensors alone. So nothing waits for a GPU, and neither torch.compile
+    the calls of layers after it read tensors alone. So nothing waits for a GPU, and neither torch.compile
     nor a CUDA graph has to begin anew for the next token: tensors of the same shape are updated in place.
 """
 
@@ -46,7 +46,7 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """Keys and values of several layers, for a number of sequences that come, grow and go.
+    """Keys and values of several layers, for a number of sequences that begin, grow and end.
 
     A step of a decoder is one :meth:`extend`, which makes room for the tokens to come, and one :meth:`attend`
     per layer::
@@ -57,27 +57,27 @@ class KVCache:
             out = cache.attend(layer, query, key, value)   # (3, H, 5, 64)
 
     Args:
-        layers: how many pairs of tensors there are.
-        sequences: how many sequences it holds at a time. They are numbered from 0.
+        layers: the number of layers, which have a tensor of keys and one of values each.
+        sequences: the number of sequences that it holds at a time. They are numbered from 0.
         kv_heads: Hk, heads of keys and values.
         head_dim: E, of keys; that of values is value_dim, by default the same.
-        capacity: how many tokens a sequence can have.
+        capacity: the most tokens that a sequence can have.
         page_size: tokens per page; None keeps each sequence contiguous.
-        pages: of the pool that all sequences share; by default enough for every sequence to become full.
-        layout: "bhld" or "blhd", of the cache and of what attend takes; see
+        pages: the size of the pool that all sequences share; by default every sequence can become full.
+        layout: "bhld" or "blhd", of the cache and of the tensors that attend takes; see
             :func:`selfattn_ext.attention_with_kvcache`.
         dtype: float64, float32, bfloat16 or float16.
-        device: where it lies.
+        device: the device of the cache.
 
     Attributes:
         keys, values: one tensor per layer: (sequences, Hk, capacity, E), in pages (pages, Hk, page_size, E),
-            with layout "blhd" the second and third dimension swapped. What no sequence has filled is
+            with layout "blhd" the second and third dimension swapped. Rows that no sequence has filled are
             undefined.
-        cache_seqlens: int64, how many tokens each sequence of the step had before it.
-        block_table: int32, the pages of each sequence of the step; None where sequences are contiguous and
+        cache_seqlens: int64, the number of tokens that each sequence of the step had before it.
+        block_table: int32, the pages of each sequence of the step; None if sequences are contiguous and
             all of them take part. With these two, :func:`selfattn_ext.attention_with_kvcache` takes the
             tensors of a layer.
-        cu_seqlens: int64, where the tokens of each sequence begin if they are packed.
+        cu_seqlens: int64, the first row of each sequence if tokens are packed.
         packed_positions: int64, the place of each token of the step in its sequence, packed.
         capacity, page_size, layout, dtype, device: as given; without pages, page_size is the capacity.
 
@@ -122,7 +122,7 @@ class KVCache:
             count = sequences * columns if pages is None else checks.integer("pages", pages, 1)
             self._pool = PagePool(count, self.page_size, sequences, columns)
         shape = (count, kv_heads, self.page_size) if layout == "bhld" else (count, self.page_size, kv_heads)
-        # A pool fills page after page. A short contiguous sequence would take more than it fills.
+        # A pool fills page after page, but a short contiguous sequence would take more memory than it fills.
         empty = torch.empty if self._pool is None else huge_pages.empty
         self.keys, self.values = (
             [empty((*shape, width), dtype=dtype, device=device) for _ in range(layers)]
@@ -157,23 +157,34 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each sequence has, those of the step included."""
+        """The number of tokens of each sequence, those of the step included."""
         return list(self._lengths)
 
     @property
     def free_pages(self) -> int:
-        """How many pages of the pool nobody has. Of contiguous sequences, the unused ones."""
+        """The number of pages of the pool that are free; without pages, of sequences that are not in use."""
         return self._used.count(False) if self._pool is None else self._pool.free
 
     @property
     def positions(self) -> Tensor:
-        """The places (B, L) of the tokens of the step, for steps that have as many for every sequence."""
+        """The places (B, L) of the tokens of the step, if all sequences have as many.
+
+        Raises:
+            ValueError: they have different numbers of tokens.
+        """
         if self._step.uniform is None:
             raise ValueError("the sequences of this step have different numbers of tokens: packed_positions")
         return self.packed_positions.view(self._step.batch, self._step.uniform)
 
     def allocate(self) -> int:
-        """The number of a sequence that is not in use; it is then, with length 0. A ValueError if all are."""
+        """Takes a sequence into use, with length 0.
+
+        Returns:
+            Its number.
+
+        Raises:
+            ValueError: all sequences are in use.
+        """
         if False not in self._used:
             raise ValueError(f"all {len(self._used)} sequences of the cache are in use: free one")
         sequence = self._used.index(False)
@@ -183,6 +194,12 @@ class KVCache:
     def free(self, sequence: int) -> None:
         """Ends a sequence, and a step that it takes part in: its pages go back to the pool, its number to
         allocate().
+
+        Args:
+            sequence: its number.
+
+        Raises:
+            ValueError, TypeError: there is no sequence of that number.
         """
         sequence = cache_checks.sequence_number("sequence", sequence, len(self._used))
         self._resize(sequence, 0)
@@ -201,7 +218,10 @@ class KVCache:
 
         Args:
             length: sequences that are not longer stay as they are.
-            sequences: which ones; all by default.
+            sequences: the numbers of those that are cut; all by default.
+
+        Raises:
+            ValueError, TypeError: naming the argument, what was given and what is allowed.
         """
         checks.integer("length", length, 0)
         for sequence in cache_checks.sequence_numbers(sequences, len(self._used)):
@@ -214,12 +234,12 @@ class KVCache:
         The tokens count from now on; truncate() takes back a step that is given up.
 
         Args:
-            counts: how many tokens come: the same for all sequences of the step, or one number for each.
-            sequences: which ones take part, in the order of the batch; all by default. They count as in use.
+            counts: the number of tokens to come, for all sequences of the step or one number for each.
+            sequences: those that take part, in the order of the batch; all by default. They count as in use.
 
         Raises:
-            ValueError: a sequence would have more tokens than its capacity, or the pool has too few pages.
-                Nothing has changed then.
+            ValueError, TypeError: a sequence would have more tokens than its capacity, the pool has too few
+                pages, or an argument is wrong. Nothing has changed then.
         """
         chosen = cache_checks.sequence_numbers(sequences, len(self._used))
         numbers = cache_checks.token_counts(counts, len(chosen))
@@ -299,7 +319,7 @@ class KVCache:
         """Writes the keys and values of the step into a layer, and attends to all that the sequences have.
 
         Args:
-            layer: its number from 0 on.
+            layer: the number of the layer, from 0 on.
             query: (B, H, L, E) in the cache's layout, for B sequences with L new tokens each; or packed
                 (total, H, E), for any numbers of tokens. Hk divides H.
             key, value: the same with Hk heads.
@@ -309,7 +329,7 @@ class KVCache:
 
         Returns:
             out, shaped as query with the value's head dim; with the weights (B, H, L, capacity) and the lse,
-            (B, H, L) or packed (H, total), where asked for. No gradients.
+            (B, H, L) or packed (H, total), if asked for. It has no gradients.
 
         Raises:
             ValueError, TypeError: naming the argument, what was given and what is allowed; the cache is then
@@ -345,10 +365,13 @@ class KVCache:
         return out if weights is None and lse is None else results(out, weights, lse)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more.
+        """Writes the keys and values of the step into a layer, and does not attend.
+
+        Args:
+            layer, key, value: as :meth:`attend` takes them.
 
         Raises:
-            ValueError, TypeError: as there.
+            ValueError, TypeError: as :meth:`attend` does.
         """
         try:
             keys, values = self._caches(layer)
@@ -366,7 +389,7 @@ class KVCache:
         return keys, values
 
     def _operands(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Keywords]:
-        """Tokens of the step in the operators' form, and what packed ones need."""
+        """Tokens of the step in the operators' form, and the keywords that packed ones need."""
         if self._ended:
             raise ValueError(self._ended)
         batch, rows = self._step.batch, self._step.uniform
@@ -385,7 +408,7 @@ class KVCache:
 
     def _resize(self, sequence: int, length: int) -> None:
         if length < self._lengths[sequence] and sequence in self._chosen:
-            # Its pages may be another's by the time that a layer writes.
+            # Another sequence may have its pages by the time that a layer writes.
             self._ended = (
                 f"the step is over, as its sequence {sequence} has been freed or cut off since: extend() "
                 "begins the next"
@@ -395,7 +418,7 @@ class KVCache:
             self._pool.resize(sequence, length)
 
     def _begin(self, chosen: list[int], before: list[int], counts: Sequence[int] | None = None) -> None:
-        """Brings what layers look at up to date, in place where shapes are those of the step before."""
+        """Updates the tensors that layers read, in place if shapes are those of the step before."""
         counts = [0] * len(chosen) if counts is None else counts
         self._step = step = cache_checks.step_of(counts)
         self._chosen, self._ended = frozenset(chosen), ""
@@ -416,7 +439,7 @@ class KVCache:
             self.block_table = None
             return
         else:
-            # One page per sequence, its own.
+            # Each sequence counts as one page of its own.
             table = torch.tensor(chosen, dtype=torch.int32, device="cpu").unsqueeze(1)
         self.block_table = self._current("block_table", table)
 
@@ -425,5 +448,5 @@ class KVCache:
         if tensor is None or tensor.shape != numbers.shape:
             return numbers.to(self.device, copy=True)
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            return numbers.to(self.device, copy=True)  # torch allows no other write
+            return numbers.to(self.device, copy=True)  # torch allows no write in place here
         return tensor.copy_(numbers)

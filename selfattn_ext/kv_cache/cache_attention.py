@@ -1,6 +1,4 @@
-"""Attention of new queries to the keys and values of a cache, contiguous or in pages, which it extends in
-place.
-"""
+"""attention_with_kvcache: attention to a cache, in slots or in pages, which it extends in place."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_with_kvcache"]
 
-#: The keywords to which it matters where a query stands.
+#: The keywords that depend on the positions of queries.
 _POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
 
 # Looked up once: an attribute chain costs as much as the call at its end.
@@ -130,18 +128,18 @@ def attention_with_kvcache(
             and it is no negative view.
         value_cache: the same with Ev. It has no element of key_cache in its memory, unless all of it are
             some features of key_cache, and value is the same view of key.
-        key, value: (B, Hk, L_new, E) and (B, Hk, L_new, Ev), what to write behind the cache_seqlens keys of
-            each sequence; or neither. These and other tensors may be views of the caches: they count as they
-            were before the call.
+        key, value: (B, Hk, L_new, E) and (B, Hk, L_new, Ev), the rows to write after the cache_seqlens keys
+            of each sequence; or neither. These and other tensors may be views of the caches: they count as
+            they were before the call.
         cache_seqlens: how many keys each sequence has before the new ones: an int, or int32 or int64 (B,).
             Needed with key. None: the whole cache. It is not updated: the caller adds L_new.
         block_table: int32 or int64 (B, pages of a sequence): key j of sequence b is row j % page_size of the
-            page block_table[b, j // page_size]. Entries behind the last key are not looked at.
+            page block_table[b, j // page_size]. Entries past the last key are not looked at.
         attn_mask: broadcastable to (B, H, L, capacity), in both layouts; the capacity of a paged sequence is
             pages of a sequence * page_size.
         is_causal: query i sees keys ``j <= i + query_offset``: with the default offset all that came before
             it, and itself.
-        enable_gqa: taken for the sake of other functions' calls. Hk may always be a divisor of H.
+        enable_gqa: accepted for compatibility with other functions, and ignored: Hk may always divide H.
         layout: "bhld" as above, or "blhd" as in FlashAttention: query, key and value (B, L, H, E), cache
             (B, capacity, Hk, E), pages (N, page_size, Hk, E). None: the one that the shapes fit; "bhld" where
             both do.
@@ -156,7 +154,7 @@ def attention_with_kvcache(
 
     Returns:
         out (B, H, L, Ev) in the layout of query, or (out, weights), (out, lse), (out, weights, lse) with
-        weights (B, H, L, capacity), 0 behind the last key, and lse (B, H, L).
+        weights (B, H, L, capacity), 0 past the last key, and lse (B, H, L).
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; among others for a
@@ -165,10 +163,10 @@ def attention_with_kvcache(
             unchanged.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
-    On the CPU, lengths and page numbers are checked by the operator. On CUDA that needs a look at them, which
-    waits for the GPU; not so while a CUDA graph records, in torch.compile and in
-    :class:`selfattn_ext.KVCache`, which knows them. There a page or a length out of range reads and writes
-    nothing outside the cache, and what it gives is undefined.
+    On the CPU, lengths and page numbers are checked by the operator. On CUDA the check reads them, which
+    waits for the GPU. There is no check while a CUDA graph records, in torch.compile and in
+    :class:`selfattn_ext.KVCache`, which knows them: a page or a length out of range then reads and writes
+    nothing outside the cache, and its results are undefined.
 
     Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
@@ -211,7 +209,7 @@ def attention_with_kvcache(
         if query_offset is not None:
             keywords |= position(query_offset)
         elif is_causal and _known(q.size(2) == 1) and alibi_slopes is None and window_size is DEFAULT_WINDOW:
-            # At the end a query sees all that is there, causal or not.
+            # A query at the end sees all keys, causal or not.
             del keywords["is_causal"]
         elif is_causal or alibi_slopes is not None or window_size is not DEFAULT_WINDOW:
             _add_end(keywords, length, q.size(2), alibi_slopes is not None)
@@ -235,7 +233,7 @@ def attention_with_kvcache(
 def _length_after(
     before: int | Tensor | None, table: OptionalTensor, keys: Tensor, key: OptionalTensor, batch: int
 ) -> int | Tensor:
-    """How many keys the sequences have with the new ones."""
+    """The number of keys that the sequences have with the new ones."""
     new = 0 if key is None else key.size(2)
     if isinstance(before, Tensor):
         lengths = before if before.dim() else before.expand(batch)
@@ -252,7 +250,7 @@ def _length_after(
 
 
 def _add_end(keywords: Keywords, length: int | Tensor, queries: int, has_alibi: bool) -> None:
-    """Adds the position of queries at the end, where it matters."""
+    """Adds the position of queries at the end, if a keyword depends on it."""
     if not has_alibi:
         if _known(queries == 1):
             keywords.pop("is_causal", None)

@@ -1,7 +1,7 @@
-"""What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache` and of KVCache.
+"""Checks of the arguments of attention_with_kvcache and of KVCache.
 
-``append``, ``attend`` and ``attention``, with what they call, look for the reason once something has refused
-a call (Note [Refusals] in :mod:`selfattn_ext.functional`); the others are on the way of calls.
+``append``, ``attend`` and ``attention`` look for the reason once something has refused a call (Note
+[Refusals] in :mod:`selfattn_ext.functional`); every call goes through some of the others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NO_DERIVATIVES = (
 
 
 def fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> bool:
-    """Whether that dimension can be the one of the heads, and the other of the two the length."""
+    """Whether dimension ``heads``, 1 or 2, can be the one of the heads, and the other one the length."""
     kv_heads = key_cache.size(heads)
     if kv_heads == 0:
         return False
@@ -67,7 +67,7 @@ def fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> bo
 
 
 def no_causal_bias(mask: Any) -> None:
-    """Refuses a mask that is the rule of a CausalBias."""
+    """Refuses a mask that is a CausalBias."""
     if checks.is_causal_bias(mask):
         raise TypeError(
             "attn_mask is a CausalBias, whose rule does not know the lengths of caches; pass is_causal=True"
@@ -75,7 +75,7 @@ def no_causal_bias(mask: Any) -> None:
 
 
 def first_feature(key: Tensor, value: Tensor) -> int | None:
-    """The first of the features of key that value is a view of, None where it is no such view."""
+    """The first of the features of key that value is a view of, None if it is no such view."""
     if key.shape[:-1] != value.shape[:-1] or key.stride() != value.stride() or not key.stride(-1):
         return None
     if key.untyped_storage()._cdata != value.untyped_storage()._cdata:
@@ -85,7 +85,7 @@ def first_feature(key: Tensor, value: Tensor) -> int | None:
 
 
 def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIVES) -> None:
-    """Refuses what would lose derivatives: gradients, transforms of torch.func, tangents."""
+    """Refuses calls whose derivatives would be lost: gradients, transforms of torch.func, tangents."""
     if torch._C._are_functorch_transforms_active():
         raise ValueError(f"{advice}; here a transform of torch.func is active")
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
@@ -98,7 +98,7 @@ def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIV
 
 
 def values(key_cache: Tensor, key: Tensor | None, keywords: Keywords, query_offset: Any = None) -> None:
-    """Positions, lengths and pages of a cache on a GPU, which takes a look at them: it waits."""
+    """Checks positions, lengths and pages of a cache on a GPU. It reads them, which waits for the GPU."""
     if capture.is_capturing(key_cache) or isinstance(key_cache, FakeTensor):
         return
     sequence_checks.check_positions_on_cuda(query_offset)
@@ -112,7 +112,7 @@ def values(key_cache: Tensor, key: Tensor | None, keywords: Keywords, query_offs
 def lengths(
     before: Tensor, new: int, key_cache: Tensor, table: Tensor | None, name: str = "cache_seqlens"
 ) -> None:
-    """Lengths (B,) and a table on the CPU against a cache, its heads in dimension 1."""
+    """Checks lengths (B,) and a table, both on the CPU, against a cache with its heads in dimension 1."""
     count, rows = key_cache.size(0), key_cache.size(2)
     capacity = rows if table is None else table.size(1) * rows
     wrong = (before < 0) | (before > capacity - new)
@@ -149,14 +149,14 @@ def lengths(
 
 
 def as_cast(tokens: dict[str, Any], cache: Any) -> dict[str, Any]:
-    """Under autocast, query, key and value in the dtype of the cache, as the call has them."""
+    """query, key and value as the call has them: under autocast in the dtype of the cache."""
     if any(not isinstance(tensor, Tensor) or tensor.is_meta for tensor in (cache, *tokens.values())):
-        return tokens  # which is wrong in any case
+        return tokens  # the checks that follow refuse them
     return dict(zip(tokens, autocast(*tokens.values(), dtype=cache.dtype), strict=True))
 
 
 def page_table(value: Any, query: Tensor, batch: int) -> None:
-    """A block_table for that many sequences."""
+    """Checks a block_table for that many sequences."""
     checks.dense_tensor("block_table", value)
     if value.dtype not in _INTEGERS:
         raise TypeError(f"block_table must be int32 or int64, got {value.dtype}")
@@ -169,7 +169,7 @@ def page_table(value: Any, query: Tensor, batch: int) -> None:
 
 
 def _shapes(tensors: dict[str, Tensor], transposed: bool, table: Tensor | None) -> None:
-    """Of query, key_cache, value_cache and, where given, key and value."""
+    """Checks the shapes of query, key_cache, value_cache and, if given, key and value."""
     heads, rows = (2, 1) if transposed else (1, 2)
     layout = "blhd" if transposed else "bhld"
     said = shapes.shown(tensors)
@@ -203,8 +203,8 @@ def _shapes(tensors: dict[str, Tensor], transposed: bool, table: Tensor | None) 
 
 
 def attention(call: KVCacheCall, transposed: bool) -> None:
-    """Every argument of :func:`selfattn_ext.attention_with_kvcache`; ``transposed`` says what a layout of
-    None was taken for.
+    """Checks every argument of :func:`selfattn_ext.attention_with_kvcache`; ``transposed`` says whether a
+    layout of None was taken for "blhd".
     """
     query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, _, _, options = call
     if layout not in (None, "bhld", "blhd"):
@@ -248,12 +248,12 @@ def attention(call: KVCacheCall, transposed: bool) -> None:
 
 
 class Step(NamedTuple):
-    """How many tokens a step of a :class:`selfattn_ext.KVCache` has."""
+    """The numbers of tokens in a step of a :class:`selfattn_ext.KVCache`."""
 
-    batch: int  # sequences
-    total: int  # tokens of all of them
-    longest: int  # of one
-    uniform: int | None  # of each, where they have as many
+    batch: int  # the number of sequences
+    total: int  # the tokens of all sequences
+    longest: int  # the most tokens of a sequence
+    uniform: int | None  # the tokens of each sequence, if all have as many
 
 
 def step_of(counts: Sequence[int]) -> Step:
@@ -262,7 +262,7 @@ def step_of(counts: Sequence[int]) -> Step:
 
 
 def sequence_number(name: str, sequence: Any, count: int) -> int:
-    """The number of one of that many sequences."""
+    """Checks the number of one of ``count`` sequences."""
     number = checks.integer(name, sequence)
     if not 0 <= number < count:
         raise ValueError(f"{name}: the cache holds sequences 0 to {count - 1}, got {number}")
@@ -270,7 +270,7 @@ def sequence_number(name: str, sequence: Any, count: int) -> int:
 
 
 def sequence_numbers(sequences: Any, count: int) -> list[int]:
-    """The numbers of some of that many sequences, of all for None."""
+    """Checks the numbers of some of ``count`` sequences; None stands for all."""
     if sequences is None:
         return list(range(count))
     if not isinstance(sequences, Iterable):
@@ -284,7 +284,7 @@ def sequence_numbers(sequences: Any, count: int) -> list[int]:
 
 
 def token_counts(counts: Any, sequences: int) -> list[int]:
-    """How many tokens come for each of the sequences of a step."""
+    """The number of new tokens for each sequence of a step."""
     if not isinstance(counts, Iterable):
         return [checks.integer("counts", counts, 0)] * sequences
     numbers = checks.integers("counts", counts, 0)
@@ -294,12 +294,12 @@ def token_counts(counts: Any, sequences: int) -> list[int]:
 
 
 def append(cache: Any, now: Step, layer: Any, key: Any, value: Any) -> None:
-    """Every argument of KVCache.append."""
+    """Checks every argument of KVCache.append."""
     _check_tokens(cache, now, layer, {"key": key, "value": value})
 
 
 def attend(cache: Any, now: Step, layer: Any, call: AttentionCall) -> None:
-    """Every argument of KVCache.attend."""
+    """Checks every argument of KVCache.attend."""
     query, key, value, options = call
     tokens: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_tokens(cache, now, layer, tokens)
@@ -318,7 +318,7 @@ def attend(cache: Any, now: Step, layer: Any, call: AttentionCall) -> None:
 
 
 def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> None:
-    """A layer of a KVCache and what a step brings for it."""
+    """Checks a layer of a KVCache and the tokens of a step for it."""
     if not -len(cache.keys) <= checks.integer("layer", layer) < len(cache.keys):
         raise ValueError(f"layer must be below {len(cache.keys)}, got {layer}")
     keys, values = cache.keys[layer], cache.values[layer]

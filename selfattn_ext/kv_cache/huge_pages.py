@@ -1,8 +1,8 @@
 """Memory that the system may hold in huge pages.
 
-A page of a KV cache is a few KB somewhere in memory. Before one is read the processor looks up where it is,
-in tables of the system that have an entry per 4096 bytes and fit no cache near the core. With an entry per
-2 MB they do. What that gives is measured in docs/performance.md.
+A page of a KV cache is a few KB somewhere in memory. To read one the processor looks up its address in tables
+of the system. With an entry per 4096 bytes they fit no cache near the core; with one per 2 MB they do.
+docs/performance.md has the measured gain.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ __all__ = ["empty"]
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """As torch.empty; on Linux the system is told that a tensor of the CPU is better held in huge pages. It
-    follows as it is configured to, when something is first written there."""
+    """Does what torch.empty does. On Linux it also advises the system to hold a tensor of the CPU in huge
+    pages, which the system may follow at the first write.
+    """
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    # A tensor of another type need not have memory: torch's fake ones have none.
+    # A tensor of another class may have no memory, as torch's fake tensors.
     if type(tensor) is Tensor and tensor.device.type == "cpu" and (advise := _madvise()) is not None:
         begin = tensor.data_ptr()
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (begin + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < end:
-            advise(first, end - first, mmap.MADV_HUGEPAGE)  # advice: that it fails is no error
+            advise(first, end - first, mmap.MADV_HUGEPAGE)  # advice alone: a failure is no error
     return tensor
 
 

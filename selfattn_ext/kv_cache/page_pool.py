@@ -1,4 +1,4 @@
-"""Which pages of a pool belong to which sequence of a :class:`selfattn_ext.KVCache`."""
+"""The pool of pages that the sequences of a KVCache share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class PagePool:
     """Pages that sequences take as they grow, and give back as they shrink.
 
     Args:
-        pages: how many there are.
+        pages: the number of pages.
         page_size: tokens per page.
-        sequences: how many sequences share them.
+        sequences: the number of sequences that share them.
         columns: the most pages that a sequence can have.
 
     Attributes:
         table: (sequences, columns), int32 on the CPU: the pages of each sequence, in the order of its tokens.
-            What lies behind them is left over from before.
+            Entries past them are left over from earlier sequences.
     """
 
     def __init__(self, pages: int, page_size: int, sequences: int, columns: int) -> None:
@@ -29,15 +29,15 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """How many pages nobody has."""
+        """The number of pages that no sequence has."""
         return len(self._free)
 
     def lacking(self, sequence: int, length: int) -> int:
-        """How many pages more a sequence would need to have that many tokens."""
+        """The number of further pages that a sequence would need for ``length`` tokens."""
         return self._pages_of(length) - len(self._held[sequence])
 
     def resize(self, sequence: int, length: int) -> None:
-        """Has a sequence hold the pages for that many tokens, no more; there are enough."""
+        """Has a sequence hold the pages for ``length`` tokens and no more. The pool must have enough."""
         held, count = self._held[sequence], self._pages_of(length)
         first = len(held)
         while len(held) > count:

@@ -44,7 +44,7 @@ _increment_version = torch.autograd.graph.increment_version
 def page_numbers(table: Tensor) -> Tensor:
     """A block_table as the operators take it: int32, with dense rows."""
     if table.dtype is torch.int64:
-        # A number that int32 cannot hold is that of no page, and stays so.
+        # A number that int32 cannot hold is no page's, and stays so by the clamp.
         table = table.clamp(-1, 2**31 - 1).int()
     return table if table.stride(-1) == 1 else table.contiguous()
 
@@ -62,13 +62,13 @@ def attend_to_cache(
 ) -> shapes.Results:
     """The step in the operators' form: (out, weights if wanted, lse if wanted).
 
-    Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``keywords`` have all but the tensors
-    among the options, with seqlens_k as they are after the step. ``compute`` takes the place of
+    Tensors are (B, H, L, E), or (1, H, total, E) if queries are packed; ``keywords`` have all options but
+    the tensors among them, and seqlens_k are the lengths after the step. ``compute`` takes the place of
     :func:`_attended`.
     """
     mask, _, _, scale, _, _, _, slopes, sinks, _, want_weights, want_lse = options
     if _is_any_autocast_enabled():
-        # Casting would be lost on a cache; so the rest takes its dtype.
+        # A cast copy of a cache would not be written to the cache; so the others take its dtype.
         (query,) = autocast(query, dtype=key_cache.dtype)
     if mask is not None or slopes is not None or sinks is not None:
         cache_checks.no_causal_bias(mask)
@@ -101,7 +101,7 @@ def _attended(
     want_weights: bool,
     want_lse: bool,
 ) -> shapes.Results:
-    """The step once all is in the operators' form."""
+    """The step, once all arguments are in the operators' form."""
     if _is_grad_enabled():
         for tensor in (query, key_cache, value_cache, key, value, *map(keywords.get, _WITH_GRADIENTS)):
             if tensor is not None and tensor.requires_grad:
@@ -116,7 +116,7 @@ def _attended(
         out, row_max, row_sum = ops.direct_with_cache(
             query, key_cache, value_cache, key, value, factor, **given
         )
-        # Autograd then knows that whatever saved the cache before has changed.
+        # It tells autograd that a cache which it has saved before has changed.
         _increment_version((key_cache, value_cache))
     weights = None
     if want_weights:
@@ -135,7 +135,7 @@ def _put_in_graph(
     want_weights: bool,
     want_lse: bool,
 ) -> shapes.Results:
-    """The same in a graph, as one operator."""
+    """The step in a graph, as one operator."""
     news = () if key is None or value is None else (key, value)
     wants = {"return_weights": want_weights, "return_lse": want_lse}
     operator = _extending if news else _reading
@@ -177,7 +177,7 @@ def _reading_operator(
     return _operator(query, keys, values, None, None, factor, **more)
 
 
-# See Note [Gradients in graphs] in autograd/graph_operators.py: these know that they have none.
+# Operators that refuse gradients: see Note [Gradients in graphs] in autograd/graph_operators.py.
 _READING, _EXTENDING = "attention_without_gradient", "attention_with_cache_without_gradient"
 _reading = composed(
     _READING,
@@ -198,7 +198,8 @@ _extending = composed(
 def _written(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values as the operators write them: under autocast in the dtype of the cache, with dense rows.
 
-    Values that are features of the keys stay that, as the operators ask where the caches are such, too.
+    Values that are views of features of the keys stay such views, as the operators ask of them if the caches
+    are such views, too.
     """
     if _is_any_autocast_enabled():
         k, v = map(shapes.dense_rows, autocast(key, value, dtype=dtype))
@@ -219,7 +220,7 @@ def append_to_cache(
     cu_seqlens: OptionalTensor,
     block_table: OptionalTensor,
 ) -> None:
-    """Writes keys and values behind those of sequences that long, and no more; in the operators' form."""
+    """Writes keys and values after the ``lengths`` rows that the sequences have, in the operators' form."""
     key, value = _written(key, value, key_cache.dtype)
     append = _appending if _is_compiling() or _is_exporting() else _appended
     append(key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table)
@@ -240,7 +241,7 @@ def _take_negative_views(operator: Any) -> None:
     """Has an operator that writes to caches refuse those that are negative views, such as ``z.conj().imag``.
 
     torch would hand the operator copies of them, and then fail an assertion, as nothing is returned that it
-    could copy back. Calls without negative views do not come here, so that they do not pay for it.
+    could copy back. Calls without negative views do not come here, so it costs them nothing.
     """
     schema = operator._schema.arguments
     written = [index for index, it in enumerate(schema) if it.alias_info and it.alias_info.is_write]

@@ -1,4 +1,4 @@
-"""Functions of scores in calls on a cache."""
+"""A step on a cache with functions of scores, in the form of the operators."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _put_in_graph(
     want_weights: bool,
     want_lse: bool,
 ) -> shapes.Results:
-    """What a graph of torch.export has of it."""
+    """The call as a graph of torch.export holds it."""
     news = () if key is None or value is None else (key, value)
     tensors, wants = Tensors(query, key_cache, value_cache), (want_weights, want_lse)
     on_cache = CacheOperator(name_in_graphs(news), news)
@@ -94,17 +94,17 @@ def _outside_of_graphs(
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         kernel_calls.warn(reason)
         results = _by_formula(*given, keywords, score_mod, mask_mod)
-        cache_checks.no_derivatives(results)  # those of captured tensors
+        cache_checks.no_derivatives(results)  # captured tensors may require them
         return results
     return attend_to_cache(*given, keywords)
 
 
 def _moved(first: int | Tensor | None, query: Tensor, batch: int, *functions: Any) -> list[Any]:
-    """Functions of positions as those of the numbers of queries, which come before the number of the key."""
+    """Functions of a query's position as functions of its number, which the operators count from 0."""
     if first is None:
         return list(functions)
     positions = torch.as_tensor(first, device=query.device).long().expand(batch)
-    # Told what the positions can be, the functions need not compute with all of their bits.
+    # With known bounds of positions, the functions need not compute with all of their bits.
     known = type(positions) is Tensor and positions.is_cpu and batch > 0 and not torch.compiler.is_exporting()
     bounds = tuple(int(bound) for bound in positions.aminmax()) if known else None
 
@@ -132,7 +132,7 @@ def _by_formula(
     score_mod: Any,
     mask_mod: Any,
 ) -> shapes.Results:
-    """The same by the formula, of packed sequences with a copy of the keys."""
+    """The step by the formula, on packed sequences with a copy of the keys."""
     (query,) = autocast(query, dtype=key_cache.dtype)
     form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
     tensors, scale, _, _ = with_options(form, options, keywords)
@@ -143,7 +143,7 @@ def _by_formula(
     after = keywords.get("seqlens_k", query.new_full((batch,), capacity, dtype=torch.int64))
     starts_q = keywords.get("cu_seqlens_q")
     if key is not None and value is not None:
-        # What is a view of the cache counts as it was.
+        # Tensors that are views of the cache count as they were before the write.
         tensors = Tensors(*(None if tensor is None else tensor.clone() for tensor in tensors))  # type: ignore[arg-type]
         before = after - (key.size(2) if starts_q is None else starts_q.diff())
         append_to_cache(key_cache, value_cache, key, value, before, starts_q, table)
@@ -177,7 +177,7 @@ def _by_formula(
 def _rows_of(
     cache: Tensor, places: Sequence[tuple[int, int]], is_packed: bool, table: OptionalTensor
 ) -> Tensor:
-    """(1, Hk, rows, E), the rows of the sequences, of each as many behind the first as ``places`` say."""
+    """The rows (1, Hk, rows, E) of all sequences. ``places`` are the first row and the count of each."""
     parts = [cache.new_empty(cache.size(1), 0, cache.size(3))]
     for b, (first, count) in enumerate(places):
         if table is not None:

@@ -10,12 +10,14 @@ from torch.fx import Proxy
 
 
 def check_positive(**sizes: int) -> None:
+    """Raises ValueError for a size that is not a positive int."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
 def check_input(name: str, x: Tensor, features: int, weight: Tensor) -> None:
+    """Raises TypeError or ValueError if x (..., L, features) does not fit a layer's parameter ``weight``."""
     if isinstance(x, Proxy):
         return  # a proxy of torch.fx stands for any tensor
     if not isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""Attention to packed sequences of unlike lengths."""
+"""Attention to packed sequences of different lengths."""
 
 from . import jagged
 from .packed_attention import varlen_attention

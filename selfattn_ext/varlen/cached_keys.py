@@ -1,5 +1,6 @@
-"""Packed queries, of different numbers per sequence, on the keys of a cache, in slots with room or in pages:
-what :func:`selfattn_ext.varlen_attention` does with ``seqused_k`` and ``block_table``.
+"""varlen_attention with ``seqused_k`` or ``block_table``: packed queries on the keys of a cache.
+
+Sequences have different numbers of queries; the cache has slots with rows to spare, or pages.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NO_GRADIENTS = (
 
 
 def computed(call: PackedCall) -> shapes.Results:
-    """:func:`selfattn_ext.varlen_attention` where one of seqused_k and block_table is given."""
+    """:func:`selfattn_ext.varlen_attention` if seqused_k or block_table is given."""
     query, key, value, options = call.query, call.key, call.value, call.options
     keywords: Keywords = {
         "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", call.cu_seqlens_q),
@@ -57,7 +58,7 @@ def computed(call: PackedCall) -> shapes.Results:
 
 
 def check(call: PackedCall) -> None:
-    """Every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table."""
+    """Checks every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table."""
     key, value, table, options = call.key, call.value, call.block_table, call.options
     query = cache_checks.as_cast({"query": call.query}, key)["query"]
     call = call._replace(query=query)
@@ -76,7 +77,7 @@ def check(call: PackedCall) -> None:
         if counts is None:
             name, counts = "cu_seqlens_k.diff()", _lengths(call)
         _check_lengths(name, counts, query, batch)
-        # Any row of each page stands for the keys, and nowhere for what the table and the lengths say.
+        # One row of each page stands for the keys, and offsets of 0 stand for the table and the lengths.
         sequence_checks.packed_attention(
             call._replace(
                 key=key[:, 0],
@@ -92,14 +93,14 @@ def check(call: PackedCall) -> None:
 
 
 def _lengths(call: PackedCall) -> Tensor:
-    """How many keys each sequence has, (B,)."""
+    """The number of keys of each sequence, (B,)."""
     if call.seqused_k is not None:
         return sequence_checks.indices("seqused_k", call.seqused_k)
     return sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k).diff()
 
 
 def _check_longest(call: PackedCall) -> None:
-    """The operators, who find the keys of a sequence by its pages, have no use for the longest length."""
+    """Checks max_seqlen_k, which the operators do not need for keys in pages."""
     longest = checks.integer("max_seqlen_k", call.max_seqlen_k, 0)
     lengths: Sequence[int] | None = None
     if call.seqused_k is not None:
@@ -115,7 +116,7 @@ def _check_longest(call: PackedCall) -> None:
 
 
 def _check_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
-    """The operators would take as many rows as there are for a number that is too large."""
+    """Checks seqused_k against the rows of each sequence, to which the operators would limit it silently."""
     used = sequence_checks.values("seqused_k", seqused_k)
     starts = sequence_checks.values("cu_seqlens_k", cu_seqlens_k)
     if used is None or starts is None:
@@ -130,7 +131,7 @@ def _check_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
 
 
 def _check_values_on_cuda(call: PackedCall, keys: Tensor, keywords: Keywords) -> None:
-    """The check of values on CUDA, where the operators have none; ``keys`` is key in their form."""
+    """Checks values on CUDA, which the operators do not; ``keys`` is key in the operators' form."""
     sequence_checks.offset_values("q", call.query, call.cu_seqlens_q, keywords["max_seqlen_q"])
     if call.cu_seqlens_k is not None and "cu_seqlens_k" in keywords:
         sequence_checks.offset_values("k", call.key, call.cu_seqlens_k, keywords["max_seqlen_k"])
@@ -140,7 +141,7 @@ def _check_values_on_cuda(call: PackedCall, keys: Tensor, keywords: Keywords) ->
 
 
 def _check_lengths(name: str, value: Any, query: Tensor, batch: int) -> None:
-    """How many keys each sequence has, as a user gives it."""
+    """Checks the number of keys of each sequence, as a user gives it."""
     if sequence_checks.indices(name, value).shape[0] != batch:
         raise ValueError(
             f"{name} must have a length for each of the {batch} sequences, got {checks.described(value)}"
@@ -149,7 +150,7 @@ def _check_lengths(name: str, value: Any, query: Tensor, batch: int) -> None:
 
 
 def _check_pages(query: Tensor, key: Tensor, value: Tensor, enable_gqa: Any) -> None:
-    """Shapes of keys and values in pages."""
+    """Checks the shapes of keys and values in pages."""
     tensors = {"query": query, "key": key, "value": value}
     said = shapes.shown(tensors)
     if query.dim() != 3 or key.dim() != 4 or value.dim() != 4:

@@ -1,8 +1,7 @@
 """Nested tensors of torch's jagged layout as packed sequences, and back.
 
 A jagged tensor is a packed one with its offsets: (B, H, j, E) holds (H, rows, E), (B, j, E) holds (rows, E).
-What is done here is to take it apart and to put the result together; the attention is that of
-:mod:`selfattn_ext.varlen.packed_attention`.
+This module takes it apart and puts the result together; the attention is that of :mod:`.packed_attention`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ __all__ = ["attention", "without_columns"]
 
 
 def attention(call: AttentionCall) -> Any:
-    """:func:`selfattn_ext.scaled_dot_product_attention` where any of query, key and value is jagged.
+    """:func:`selfattn_ext.scaled_dot_product_attention` if any of query, key and value is jagged.
 
     query (B, H, jq, E), key (B, Hk, jk, E) and value (B, Hk, jk, Ev), or (B, jq, E), (B, jk, E) and
     (B, jk, Ev). Masks and weights are dense: (B, H, Lmax, Smax), without H for three dimensions.
 
     Raises:
-        ValueError, TypeError: as there.
+        ValueError, TypeError: as that function does.
     """
     query: Any = call.query
     options, mask = call.options, call.options.attn_mask
@@ -50,13 +49,13 @@ def attention(call: AttentionCall) -> Any:
 
 
 def without_columns(tensor: Any) -> Tensor:
-    """The same sequences with a head dim of 0: a value for who wants the weights alone."""
+    """The same sequences with a head dim of 0: a value for callers that want the weights alone."""
     return _of_structure(tensor.values()[..., :0], tensor)
 
 
 class _Packed(NamedTuple):
-    """rows (total, H, E), their starts (B + 1,), the longest length, and where in the buffer the rows lie if
-    that has others between them.
+    """rows (total, H, E), their starts (B + 1,), the longest length, and the places of the rows in the buffer
+    if it has other rows between them.
     """
 
     rows: Tensor
@@ -79,7 +78,7 @@ def _packed(tensor: Any) -> _Packed:
 
 
 def _longest(tensor: Any) -> int:
-    """The longest length, or if a compiler would have to ask the offsets, a number that is not smaller."""
+    """The longest length; if a compiler would have to read offsets for it, a number that is not smaller."""
     if torch.compiler.is_dynamo_compiling():
         # Dynamo traces a property that is the constant 1, but no method that returns it.
         known = tensor._maybe_max_seqlen
@@ -92,7 +91,7 @@ def _is_longest_unknown(tensor: Any) -> bool:
 
 
 def _need_longest(query: Any, key: Any) -> None:
-    """Shapes that depend on the longest lengths need them."""
+    """Checks that the longest lengths are known, for results whose shapes depend on them."""
     for name, tensor in (("query", query), ("key", key)):
         if _is_longest_unknown(tensor):
             raise ValueError(
@@ -102,7 +101,7 @@ def _need_longest(query: Any, key: Any) -> None:
 
 
 def _jagged(values: Tensor, like: Any, places: Tensor | None, elsewhere: float = 0.0) -> Tensor:
-    """A jagged tensor of the structure of another, of what belongs to its rows."""
+    """A jagged tensor of the structure of another one, from the values of its rows."""
     if places is not None:
         dim, shape = like._ragged_idx - 1, list(values.shape)
         shape[dim] = like.values().shape[dim]
@@ -111,8 +110,8 @@ def _jagged(values: Tensor, like: Any, places: Tensor | None, elsewhere: float =
 
 
 def _of_structure(values: Tensor, like: Any) -> Tensor:
-    """A jagged tensor of other values. One offsets tensor makes one symbolic size, so that they add up."""
-    # What torch.nested.nested_tensor_from_jagged calls, which besides warns of tracers, from torch 2.13 on.
+    """A jagged tensor with other values and the same offsets, so that it has the same symbolic size."""
+    # torch.nested.nested_tensor_from_jagged calls this, but from torch 2.13 on it warns of tracers first.
     from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
 
     return nested_view_from_values_offsets_lengths(

@@ -1,4 +1,4 @@
-"""Attention over sequences of different lengths, packed one behind the other, for users.
+"""varlen_attention: attention over sequences of different lengths that are packed end to end.
 
 It calls and explains refusals as :mod:`selfattn_ext.functional` does.
 """
@@ -129,7 +129,7 @@ def varlen_attention(
         value: (total_k, Hk, Ev), same dtype; Ev may differ from E.
         cu_seqlens_q: (B + 1,), int32 or int64, on the query's device: from 0 on, never decreasing, at most
             total_q. Sequences may be empty. Rows beyond the last offset belong to no sequence.
-        cu_seqlens_k: (B + 1,), the same for key and value. None where seqused_k and block_table are given.
+        cu_seqlens_k: (B + 1,), the same for key and value. None if seqused_k and block_table are given.
         max_seqlen_q: length of the longest query sequence, or more.
         max_seqlen_k: length of the longest key sequence, or more.
         attn_mask: broadcastable to (B, H, max_seqlen_q, max_seqlen_k), of which sequence b takes the upper
@@ -171,22 +171,23 @@ def varlen_attention(
             float64 inputs, else float32.
 
     Returns:
-        out (total_q, H, Ev), or (out, weights), (out, lse), (out, weights, lse), differentiable as there. A
-        row that sees no key or belongs to no sequence has output 0, lse -inf and gradient 0.
+        out (total_q, H, Ev), or (out, weights), (out, lse), (out, weights, lse), differentiable as those of
+        :func:`selfattn_ext.scaled_dot_product_attention`. A row that sees no key or belongs to no sequence
+        has output 0, lse -inf and gradient 0.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed. Offsets are checked
             before anything reads by them.
-        IndexError: a function reads beside a captured tensor, for a score that it does not hide.
+        IndexError: a function reads outside a captured tensor, for a score that it does not hide.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
-    On CUDA the check of offsets waits for the GPU once per tensor; it remembers those that it has seen and
-    whose values nobody has changed since; a block_table with its lengths is looked at each time. While a
-    CUDA graph records, and in code of torch.compile, nobody looks: there the kernels limit what they read to
-    the tensors. Second derivatives and forward mode are passes of the kernels, too; those of weights, and
+    On CUDA the check of offsets waits for the GPU once per tensor: it remembers tensors that it has seen and
+    that have not changed since. A block_table with its lengths is checked each time. While a CUDA graph
+    records, and in code of torch.compile, there is no check: the kernels then limit what they read to the
+    tensors. Second derivatives and forward mode are passes of the kernels, too; those of weights, and
     with score_mod or mask_mod, go through the formula, sequence by sequence, with its matrices.
 
-    After Dao (2023), "FlashAttention-2", whose packing it is.
+    The packing is that of Dao (2023), "FlashAttention-2".
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
@@ -206,7 +207,7 @@ def varlen_attention(
 
 
 def packed_attention(call: PackedCall) -> Any:
-    """:func:`varlen_attention` of arguments that override nothing."""
+    """:func:`varlen_attention` with arguments that override no function of torch."""
     if call.seqused_k is not None or call.block_table is not None:
         return attend(call, cached_keys.computed, cached_keys.check)
     return attend(call, _computed, sequence_checks.packed_attention)

@@ -32,6 +32,11 @@ def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 200
 
     Returns:
         The absolute path of the file.
+
+    Raises:
+        ImportError: matplotlib or seaborn is missing.
+        ValueError: the suffix names no format that matplotlib can write.
+        OSError: the file cannot be written.
     """
     pyplot, _ = require()
     from matplotlib.transforms import Bbox

@@ -1,5 +1,5 @@
-// The encodings of AMX-TILE and AMX-BF16 in 64-bit mode: C4, two VEX bytes, opcode, ModRM, and for memory
-// operands SIB and a displacement. Assemblers put no prefix before them; this decoder does not take an
+// The encodings of AMX-TILE and AMX-BF16 in 64-bit mode. They are C4, two VEX bytes, opcode, ModRM, and for
+// memory operands SIB and a displacement. Assemblers put no prefix before them; this decoder does not take an
 // instruction with one for AMX.
 #include "instruction.h"
 

@@ -1,5 +1,5 @@
-// The types of CUDA's driver that csrc/cuda/common/tensor_map.cu uses, with CUDA's names and numbers: found
-// in the place of CUDA's own file.
+// The types of CUDA's driver that csrc/cuda/common/tensor_map.cu uses. They have CUDA's names and numbers,
+// and this file is found in the place of CUDA's own.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Kernels with a function of scores inside: simt's in float32, sm80's in float16 up to 64 dims, and the
-// gradients of captured tensors. Compiled for each function, with the headers that NVRTC gets (Note
-// [Functions in kernels]); tests/cuda/test_emulated_functions.py calls it.
+// Kernels with a function of scores inside, for the emulator. They are simt's in float32, sm80's in float16
+// up to 64 dims, and the gradients of captured tensors, compiled for each function with the headers that
+// NVRTC gets (Note [Functions in kernels]); tests/cuda/test_emulated_functions.py calls them.
 #include <cmath>
 #include <exception>
 #include <memory>

@@ -1,5 +1,6 @@
-"""Forwards of the kernel for Hopper in the emulator: its tiles, head dims, options and items of work, among
-them items with the queries of several heads.
+"""Forwards of the kernel for Hopper in the emulator: its tiles, head dims, options and items of work.
+
+Among them are items with the queries of several heads.
 
     export SELFATTN_KERNEL=sm90 SELFATTN_EMULATOR_CAPABILITY=90
     python -m cuda_emulator.hopper_cases [EVERY [FIRST [MOST]]]

@@ -1,6 +1,6 @@
-// A device cuda:0 whose memory is the host's, for the operators' CUDA half (csrc/ops/cuda) on the emulated
-// kernels: the linker hands the library's calls to the framework that need a GPU to the functions __wrap_*
-// here.
+// A device cuda:0 whose memory is the host's, for the operators' CUDA half on the emulated kernels. That half
+// is csrc/ops/cuda. The linker hands the library's calls to the framework that need a GPU to the functions
+// __wrap_* here.
 //
 // Two operators, to_device and to_host, give a tensor of either device for the same memory. The framework
 // itself can do nothing with such a tensor but ask what it is.

@@ -1,5 +1,7 @@
-"""Deletes each synchronisation statement of the CUDA kernels, each bound that keeps sequences of a packed
-backward apart and some terms of second derivatives, in turn, and looks whether the tests notice.
+"""Breaks the CUDA kernels in one place after the other, and looks whether the tests notice.
+
+It deletes each synchronisation statement, each bound that keeps sequences of a packed backward apart, and
+some terms of second derivatives, in turn.
 
     python simulators/cuda_emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80|sm90] [--jobs N]
 

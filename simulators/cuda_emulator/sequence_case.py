@@ -1,5 +1,7 @@
-"""A batch whose elements have lengths and places of their own as data: packed, in a cache or in pages, its
-tensors, those of each sequence alone, and the formula.
+"""A batch whose sequences have lengths and places of their own, as data.
+
+The sequences are packed, in a cache or in pages. A case has its tensors, those of each sequence alone, and
+the formula.
 """
 
 from __future__ import annotations

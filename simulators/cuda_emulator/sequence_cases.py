@@ -1,5 +1,4 @@
-"""Batches whose elements have lengths and places of their own, on one kernel in the emulator: packed
-sequences, caches, pages.
+"""Packed sequences, caches and pages, on one kernel in the emulator.
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.sequence_cases [EVERY [FIRST [MOST]]]
 

@@ -1,5 +1,6 @@
-"""Few queries and many keys at the edges of splits (csrc/cuda/split/split_keys.h), on one kernel in the
-emulator: long sequences beside ones of fewer keys than a split.
+"""Few queries and many keys at the edges of splits, on one kernel in the emulator.
+
+Long sequences stand beside ones of fewer keys than a split (csrc/cuda/split/split_keys.h).
 
     SELFATTN_KERNEL=simt python -m cuda_emulator.split_cases [EVERY [FIRST [MOST]]]
 

@@ -1,4 +1,4 @@
-// The 128-byte swizzle of shared memory: chunks of 16 bytes change places within 128 bytes, by the three bits
+// The 128-byte swizzle of shared memory. Chunks of 16 bytes change places within 128 bytes, by the three bits
 // of the address above these.
 #pragma once
 

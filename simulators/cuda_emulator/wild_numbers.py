@@ -1,5 +1,6 @@
-"""Starts, lengths, offsets and page numbers that make no sense, on the emulated device: nobody looks at them
-there before a kernel does, and whatever they are, it stays inside of the tensors.
+"""Starts, lengths, offsets and page numbers that make no sense, on the emulated device.
+
+Nothing checks them there before a kernel does. Whatever they are, the kernel must stay inside of the tensors.
 
     python -m cuda_emulator.wild_numbers [CALLS]
 

@@ -1,6 +1,6 @@
-// Tensor maps as this machine encodes them: what cuTensorMapEncodeTiled (runtime/driver_functions.cpp) writes
-// and cp.async.bulk.tensor (instructions/box_copies.cpp) reads. A device's encoding is not published, and
-// nobody else reads it.
+// Tensor maps as this machine encodes them. cuTensorMapEncodeTiled (runtime/driver_functions.cpp) writes
+// them, and cp.async.bulk.tensor (instructions/box_copies.cpp) reads them. A device's encoding is not
+// published, and nothing else reads this one.
 #pragma once
 
 #include "types.h"

@@ -309,7 +309,7 @@ def test_steps_on_a_cache_apply_every_option(kernel: str, dtype: torch.dtype, qu
         assert differ(*results), f"attention_with_cache ignores {name}"
 
 
-@pytest.mark.cpu_only(reason="on a GPU nobody looks at offsets on the way; kernels limit them")
+@pytest.mark.cpu_only(reason="on a GPU operators do not check offsets; kernels limit them")
 @pytest.mark.parametrize("name", LONGEST)
 def test_a_sequence_longer_than_the_longest_is_refused(name: str) -> None:
     before, added = changes(3)[name]

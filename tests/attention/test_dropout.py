@@ -136,7 +136,7 @@ def test_a_part_of_a_pattern(dtype: torch.dtype, queries: int, kernel: str) -> N
     ],
     ids=["two", "a row", "every second", "int32", "negative", "large", "key"],
 )
-@pytest.mark.cpu_only("nobody reads positions on a GPU, which would wait for it")
+@pytest.mark.cpu_only("positions are not read on a GPU, as that would wait for it")
 def test_seeds_that_are_refused(seed: torch.Tensor, message: str) -> None:
     query = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ValueError, match=message):

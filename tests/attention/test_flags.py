@@ -1,4 +1,4 @@
-"""Types of flags and numbers: bools are no numbers and numbers no bools, in every public function."""
+"""Types of flags and numbers: no public function takes a bool for a number or a number for a bool."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Two processes that halve a batch compute what one does that has all of it: with DistributedDataParallel,
-where each has all parameters, and with fully_shard (FSDP2), where each has half of every parameter.
+"""Two processes that halve a batch compute the same as one process that has all of it.
+
+With DistributedDataParallel each has all parameters, with fully_shard (FSDP2) half of every parameter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Packed sequences of unlike lengths on plain memory.
+// Packed sequences of different lengths on plain memory.
 #pragma once
 
 #include "attention_case.h"

@@ -31,6 +31,10 @@ TEST(every_entry_is_complete) {
     CHECK(kernel->backward_workspace != nullptr && kernel->backward != nullptr);
     CHECK(kernel->scores != nullptr && kernel->scores_backward != nullptr);
     CHECK(kernel->masked_softmax != nullptr && kernel->masked_softmax_backward != nullptr);
+    // Forward mode and second derivatives come together, and what is chosen by itself has them.
+    CHECK((kernel->backward_backward != nullptr) == (kernel->jvp != nullptr));
+    CHECK((kernel->backward_backward_workspace != nullptr) == (kernel->jvp != nullptr));
+    CHECK(kernel->jvp != nullptr || !kernel->automatic);
   }
 }
 

@@ -1,5 +1,5 @@
-// The loops kernel, on which the other tests lean: its forward against the formula written out once more, its
-// backward against differences of the forward.
+// Tests of the loops kernel, which the other tests rely on. Its forward is compared with the formula written
+// out once more, its backward with differences of the forward.
 #include <limits>
 
 #include "attention_case.h"
@@ -106,7 +106,7 @@ std::vector<double> per_head(const Buffer& rows, const AttentionCase& c, bool ov
 
 }  // namespace
 
-TEST(plain_attention_is_the_formula) {
+TEST(the_forward_is_the_formula) {
   AttentionCase c(DType::kFloat64, {2, 4, 2, 5, 6, 3, 4}, {});
   const AttentionResults r(cpu::kLoops, c, kOneThread);
   for (int64_t b = 0; b < 2; ++b) {

@@ -1,6 +1,6 @@
-// Forward mode and second derivatives of every kernel that has them and that this machine can run, on plain
-// memory: against differences of the loops and against the portable kernel in float64, within their buffers,
-// and the same on any number of threads.
+// Forward mode and second derivatives of every kernel of this machine that has them, on plain memory. They
+// are compared with differences of the loops and with the portable kernel in float64, must stay within their
+// buffers, and must be the same on any number of threads.
 #include "comparison.h"
 #include "tangent_case.h"
 #include "thread_pool.h"

@@ -1,5 +1,5 @@
-// Forward mode and second derivatives of packed sequences, and forward mode of keys in pages, on plain
-// memory: the bits of calls with one sequence, within their buffers, on any number of threads.
+// Forward mode and second derivatives of packed sequences, on plain memory, and forward mode of keys in
+// pages. They have the bits of calls with one sequence, within their buffers, on any number of threads.
 #include <climits>
 
 #include "check.h"

@@ -1,5 +1,6 @@
-"""CUDA tensors on their way to a kernel, on machines with and without a GPU: fake kernels, the operators'
-checks, errors, and what is told about kernels.
+"""CUDA tensors on their way to a kernel, on machines with and without a GPU.
+
+The tests cover fake kernels, the operators' checks, errors, and what is told about kernels.
 
 Where a build has CUDA kernels and there is no GPU, tensors that only claim to be on one reach the operators'
 own checks, and fail where they need a device.

@@ -1,5 +1,6 @@
-"""Forward mode and second derivatives on tensors of a GPU, by the operators: every dtype, what the kernels
-have branches for, and packed sequences with masks of their own.
+"""Forward mode and second derivatives on tensors of a GPU, by the operators.
+
+They cover every dtype, every branch of the kernels, and packed sequences with masks of their own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The operators on CUDA tensors without a GPU: the CUDA half of csrc/ops, on the kernels of
-simulators/cuda_emulator and a device in memory of the host.
+"""The operators on CUDA tensors without a GPU.
+
+The CUDA half of csrc/ops runs on the kernels of simulators/cuda_emulator and on a device in memory of the
+host.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Functions of scores inside the CUDA kernels, compiled with the headers that NVRTC gets for the emulator of
-simulators/cuda_emulator, in memory of this process.
+"""Functions of scores inside the CUDA kernels, in the emulator.
+
+They are compiled with the headers that NVRTC gets, and run in memory of this process.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The CUDA kernels, compiled for simulators/cuda_emulator, on the CPU: every option at lengths and head dims
-around the edges of tiles, under different schedules, and existing tests of the package.
+"""The CUDA kernels on the CPU, compiled for simulators/cuda_emulator.
+
+The problems have every option at lengths and head dims around the edges of tiles, under different schedules.
+Existing tests of the package run on the kernels, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The CUDA emulator itself: every report of it is seen on a small kernel that is wrong in one way
-(simulators/cuda_emulator/programs/wrong_kernels.cu), and the same kernel put right gives none.
+"""The CUDA emulator itself: a small wrong kernel causes each of its reports.
+
+Each is wrong in one way (simulators/cuda_emulator/programs/wrong_kernels.cu), and corrected it causes none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The emulator's models of Hopper's instructions: every form of a product and of a copy against a plain
-computation, and every report on a small kernel that is wrong in one way
-(simulators/cuda_emulator/programs/hopper); the same kernel put right gives none.
+"""The emulator's models of Hopper's instructions.
+
+Every form of a product and of a copy is compared with a plain computation. A small kernel that is wrong in
+one way (simulators/cuda_emulator/programs/hopper) causes each report, and corrected it causes none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The PTX machine itself: its reports are seen on the small wrong kernels of the emulator
-(simulators/cuda_emulator/programs/wrong_kernels.cu), and every PTX wrapper answers as the emulator's model
-of it.
+"""The PTX machine itself: its reports, and the answers of every PTX wrapper.
+
+The emulator's small wrong kernels (simulators/cuda_emulator/programs/wrong_kernels.cu) cause the reports.
+Every wrapper answers as the emulator's model of it.
 
 These need nvcc, and no torch with CUDA. What runs under one is simulators/ptx_machine/run.py.
 """

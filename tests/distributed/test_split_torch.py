@@ -220,3 +220,10 @@ def test_dropout_of_dtensors_is_refused() -> None:
     for outcome in ranks(2).outcomes(with_dropout):
         with pytest.raises((ValueError, RuntimeError), match=r"dropout|mixed torch.Tensor and DTensor"):
             raise outcome
+
+
+def test_modules_that_moved_have_their_old_names() -> None:
+    from selfattn_ext.integrations import dtensor, torch_context_parallel
+
+    assert dtensor.register_sharding is register_sharding
+    assert {*torch_context_parallel.__all__} == {"activate", "restore"}

@@ -1,6 +1,7 @@
-"""What functions of scores do beside computing: gradients that they stop or replace, operations in place,
-tensors of every kind that they read, values that they ask for. The judge is the function itself, called for
-each score.
+"""What functions of scores do besides computing a number.
+
+They stop or replace gradients, change tensors in place, read tensors of every kind and ask for values. The
+judge is the function itself, called for each score.
 """
 
 from __future__ import annotations

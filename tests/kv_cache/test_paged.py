@@ -1,5 +1,6 @@
-"""Caches whose elements have lengths of their own, contiguous and in pages: the operators give each element
-the bits that it has alone, wherever its keys lie.
+"""Caches whose sequences have lengths of their own, contiguous and in pages.
+
+The operators give each sequence the bits that it has alone, wherever its keys lie.
 """
 
 from __future__ import annotations

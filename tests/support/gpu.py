@@ -109,9 +109,11 @@ ELSEWHERE = {
     "test_huge": "is about the memory of a CPU",
     "test_import_circles": "is about the sources",
     "test_install": "is about the build",
+    "test_instances": "is about the build",
     "test_jit": "is about the build",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_library": "is about the build",
+    "test_list_files": "is about the sources",
     "test_makefile": "is about the build",
     "test_moving": "is about what torch's functions do on the CPU",
     "test_ninja_build": "is about the build",
@@ -144,7 +146,7 @@ ELSEWHERE = {
     "test_unbacked": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_types": "is about type checkers",
     "test_wide": "is about the order of sums on the CPU",
-    "test_wild": "on a GPU nobody looks at the numbers: the emulator's tests show that kernels limit them",
+    "test_wild": "on a GPU the numbers are not checked; the emulator's tests show that kernels limit them",
 }
 
 

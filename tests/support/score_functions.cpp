@@ -1,5 +1,5 @@
-// Functions of scores for test_score_functions.py, as somebody writes them by hand: compiled with FUNCTION,
-// one of the structures here, and NUMBER, float or double.
+// Functions of scores for test_score_functions.py, as a developer writes them. They are compiled with
+// FUNCTION, one of the structures here, and NUMBER, float or double.
 #include "core/score_function.h"
 #include "core/score_function_math.h"
 

@@ -9,6 +9,7 @@
 //     defines the function.
 #pragma once
 
+#include "../../core/score_function.h"
 #include "../common/elementary.cuh"
 
 #if defined(SELFATTN_FUNCTION)

@@ -141,9 +141,9 @@ struct GradientShared {
   static_assert(kPanelsEnd % sizeof(double) == 0, "totals are aligned");
 
   Plan* plan;
-  T* row_sums;      // kRows: sums of ds times distance
-  T* columns;       // kColumnPanel
-  T* weights;       // kWeightPanel: weights after dropout; for captured tensors the function's arguments
+  T* row_sums;  // kRows: sums of ds times distance
+  T* columns;   // kColumnPanel
+  T* weights;   // kWeightPanel: weights after dropout; for captured tensors the scores given to the function
   T* score_grads;   // kWeightPanel: ds, or the gradient of q·k if kOfProducts
   T* product_rows;  // kRowPanel, in the same place: both products are done when ds is stored
   double* totals;   // kLines, of a mask: see ../mask/line_totals.cuh

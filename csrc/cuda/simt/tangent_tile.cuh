@@ -1,6 +1,7 @@
-// A tile of forward mode and of second derivatives: from the products q·k, tq·k + q·tk, dO·v and dO·tv of
-// queries and keys to what a step adds up. The formulas and their names are those of
-// Note [Formulas of tangents] in core/tangents.h.
+// A tile of forward mode and of second derivatives.
+//
+// It turns the products q·k, tq·k + q·tk, dO·v and dO·tv of queries and keys into the terms that a step adds
+// up. The formulas and their names are those of Note [Formulas of tangents] in core/tangents.h.
 #pragma once
 
 #include "../../core/tangents.h"

@@ -1,4 +1,4 @@
-// Shared memory of a block of the forward, and the swizzle that keeps its banks free of conflicts.
+// Shared memory of a block of the forward, and the swizzle against bank conflicts.
 #pragma once
 
 #include "../mma/work.cuh"

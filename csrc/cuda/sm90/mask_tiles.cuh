@@ -7,8 +7,7 @@
 
 namespace selfattn::cuda::sm90 {
 
-// Whether 16 bytes of a mask hide everything. They then repeat one word; in float64 two of the four words are
-// 0.
+// Whether 16 bytes of a mask hide everything: they repeat one word, or in float64 two words, one of them 0.
 __device__ __forceinline__ bool hides_all(uint4 words, DType dtype) {
   const uint32_t word = dtype == DType::kBool       ? 0u
                         : dtype == DType::kBFloat16 ? 0xff80ff80u

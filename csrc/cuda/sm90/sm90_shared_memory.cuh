@@ -1,4 +1,4 @@
-// Shared memory of a block of the forward: tiles, results on their way out, and barriers of its warps.
+// Shared memory of a block of the forward: tiles, results and barriers.
 #pragma once
 
 #include "../common/ptx_sm80.cuh"

@@ -157,24 +157,15 @@ void append(const AppendParams& rows, Device device) {
   cuda::append_to_cache(rows, scope.launch);
 }
 
-// See the schema in library.cpp.
-void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
-  Stack stack(values);
-  const TensorHandle query = stack.tensor();
-  const TensorHandle key = stack.tensor();
-  const TensorHandle value = stack.tensor();
-  const double scale = stack.number();
-  const Options options(stack);
-
-  const ForwardCall call(query, key, value, scale, options);
-  const DeviceScope scope(call.query.device);
+std::string refusals(const char*, const AttentionParams& p, Device device) {
+  const DeviceScope scope(device);
   int count = 0;
   const cuda::Kernel* const* kernels = cuda::all_kernels(&count);
   std::string lines;
   for (int n = 0; n < count; ++n) {
-    lines += (n > 0 ? "\n" : "") + cuda::refusal_of(*kernels[n], call.params, scope.capability());
+    lines += (n > 0 ? "\n" : "") + cuda::refusal_of(*kernels[n], p, scope.capability());
   }
-  stack.put_text(lines);
+  return lines;
 }
 
 const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t tensors, int64_t dims,
@@ -185,7 +176,7 @@ const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t 
 const CudaPart kPart = {
     {&forward, &weights, &run<&cuda::Kernel::scores>, &run<&cuda::Kernel::masked_softmax>, &backward,
      &sum_of_rows, &run<&cuda::Kernel::scores_backward>, &run<&cuda::Kernel::masked_softmax_backward>,
-     &append, &jvp, &backward_backward, &captured_gradients},
+     &append, &jvp, &backward_backward, &captured_gradients, &refusals},
     cuda_compiler(),
     cuda_architectures(),
     &cuda::all_kernels,
@@ -197,7 +188,6 @@ const AnnounceCudaPart kAnnounced(kPart);
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
   implement_operators(library);
-  library.impl("attention_refusals", &attention_refusals);
 }
 
 }  // namespace selfattn::ops

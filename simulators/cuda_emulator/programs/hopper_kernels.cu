@@ -1,6 +1,6 @@
-// Small kernels with the instructions of ptx_sm90.cuh, wrong in one way each, on which
-// tests/cuda/test_emulator_hopper.py sees every report of the emulator. `hopper_kernels NAME [right]` runs
-// one, as it is or put right, and prints what it computed, or the report.
+// Small kernels with the instructions of ptx_sm90.cuh, wrong in one way each. They cause every report of the
+// emulator, in tests/cuda/test_emulator_hopper.py. `hopper_kernels NAME [right]` runs one, as it is or
+// corrected, and prints what it computed, or the report.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -1,7 +1,8 @@
-// Products of a warpgroup and copies of boxes, in every form, beside a plain computation: prints a line for
-// each with the number of results that differ. Numbers are small integers, so that sums are exact in any
-// order. tests/cuda/test_emulator_hopper.py runs it in the emulator; it also runs on a GPU (nvcc -std=c++17
-// -arch=sm_90a -Icsrc simulators/cuda_emulator/programs/hopper_results.cu csrc/cuda/common/tensor_map.cu).
+// Products of a warpgroup and copies of boxes, in every form, compared with a plain computation. It prints a
+// line for each with the number of results that differ. Numbers are small integers, so that sums are exact in
+// any order. tests/cuda/test_emulator_hopper.py runs it in the emulator; it also runs on a GPU (nvcc
+// -std=c++17 -arch=sm_90a -Icsrc simulators/cuda_emulator/programs/hopper_results.cu
+// csrc/cuda/common/tensor_map.cu).
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Runs one wrapper of csrc/cuda/common/ptx_sm80.cuh on numbers from stdin and writes what it returns to
-// stdout: in the emulator, or on a GPU (nvcc -std=c++17 -arch=native -Icsrc
+// Runs one wrapper of csrc/cuda/common/ptx_sm80.cuh on numbers from stdin and writes its results to stdout.
+// It runs in the emulator, or on a GPU (nvcc -std=c++17 -arch=native -Icsrc
 // simulators/cuda_emulator/programs/probe.cu), whose answers become the emulator's golden files
 // (simulators/cuda_emulator/probe.py).
 //

@@ -1,6 +1,6 @@
-// Small kernels, most of them wrong in one way each, on which tests/cuda/test_emulator.py sees every report
-// of the emulator, and tests/cuda/test_ptx_machine.py those of the PTX machine. `wrong_kernels NAME` runs one
-// and prints what it computed, or the report.
+// Small kernels, most of them wrong in one way each. They cause every report of the emulator, in
+// tests/cuda/test_emulator.py, and of the PTX machine, in tests/cuda/test_ptx_machine.py. `wrong_kernels
+// NAME` runs one and prints what it computed, or the report.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

@@ -1,5 +1,5 @@
-// From the text of a kernel to its instructions: names become offsets of registers, labels become positions,
-// functions are written out at each call (there is no recursion).
+// Decodes the text of a kernel to its instructions. Names become offsets of registers, labels become
+// positions, functions are written out at each call (there is no recursion).
 #pragma once
 
 #include <deque>

@@ -1,5 +1,6 @@
-// What each launch asks of a device: instructions by class, bytes and sectors of device memory, wavefronts of
-// shared memory. A line of JSON for each launch goes to the file that SELFATTN_PTX_COUNTS names.
+// Counts what each launch asks of a device. These are instructions by class, bytes and sectors of device
+// memory, and wavefronts of shared memory. A line of JSON for each launch goes to the file that
+// SELFATTN_PTX_COUNTS names.
 //
 // Instructions are those of the PTX, as warps issue them, whether or not their guard lets a lane pass; ptxas
 // makes fewer or more of them. Everything else is the same in machine code.

@@ -1,5 +1,4 @@
-// The race detector: which accesses of which threads are ordered by nothing, and reads of shared memory that
-// nobody wrote.
+// The race detector: accesses that nothing orders, and reads of shared memory that nothing wrote.
 //
 // Barriers order what their warps did before them and do after them; bar.warp.sync orders the lanes of its
 // mask. Waiting for asynchronous copies makes them writes of the thread that waits; until then nobody may

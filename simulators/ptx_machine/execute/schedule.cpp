@@ -1,5 +1,5 @@
-// The warps of a block in turn: from one wait to the next, barriers of the block, and what is wrong when
-// nobody can go on or when something is left behind.
+// Runs the warps of a block in turn, from one wait to the next. It has the barriers of the block, and reports
+// when no warp can go on or when something is left behind.
 #include <algorithm>
 #include <map>
 #include <numeric>

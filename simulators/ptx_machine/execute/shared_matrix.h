@@ -1,6 +1,6 @@
-// Matrices of 16-bit elements in shared memory, as the descriptors of wgmma give them: where they begin, how
-// far their parts are from each other, and how chunks of 16 bytes have changed places. Those with the
-// 128-byte swizzle are known, in both of the PTX manual's canonical layouts:
+// Matrices of 16-bit elements in shared memory, as the descriptors of wgmma give them. A descriptor says
+// where they begin, how far their parts are from each other, and how chunks of 16 bytes have changed places.
+// Those with the 128-byte swizzle are known, in both of the PTX manual's canonical layouts:
 //
 // - by k: eight rows of 128 bytes are a pattern, of which a product takes 32 bytes of each row; the next
 // eight

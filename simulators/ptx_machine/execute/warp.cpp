@@ -1,5 +1,5 @@
-// Lanes of a warp diverge and meet again, as independent threads do: those that can run are chosen where the
-// code is earliest, so that the lanes of an if meet behind it.
+// Lets the lanes of a warp diverge and meet again, as independent threads do. Of those that can run, the
+// lanes where the code is earliest are chosen, so that the lanes of an if meet after it.
 #include "execute/warp.h"
 
 #include <algorithm>

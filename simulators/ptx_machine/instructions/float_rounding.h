@@ -1,4 +1,4 @@
-// Numbers of 32 bits as PTX gives them: NaN is always the same one, .ftz flushes subnormal ones, and sums can
+// Numbers of 32 bits as PTX gives them. NaN is always the same one, .ftz flushes subnormal ones, and sums can
 // be rounded in four directions.
 #pragma once
 

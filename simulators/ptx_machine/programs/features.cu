@@ -1,5 +1,5 @@
-// What the package's kernels do not use and the PTX machine has, each as a kernel whose results are known:
-// `features NAME` prints the words that it wrote, on a line.
+// Kernels with what the PTX machine has and the package's kernels do not use. Their results are known:
+// `features NAME` prints the words that one wrote, on a line.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

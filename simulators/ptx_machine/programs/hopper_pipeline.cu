@@ -1,5 +1,5 @@
-// A warpgroup that brings tiles and two that multiply them, with all of Hopper's instructions: says how many
-// numbers differ from those of plain loops on the host.
+// A warpgroup that brings tiles and two that multiply them, with all of Hopper's instructions. It prints how
+// many numbers differ from those of plain loops on the host.
 #include "hopper_host.h"
 
 namespace hopper {

@@ -1,5 +1,5 @@
-// Wrong kernels with Hopper's instructions, each of which the PTX machine must report: `hopper_wrong NAME`
-// runs one, `hopper_wrong right` what they are made of without a fault, `hopper_wrong names` lists them.
+// Wrong kernels with Hopper's instructions, each of which the PTX machine must report. `hopper_wrong NAME`
+// runs one, `hopper_wrong right` their parts without a fault, `hopper_wrong names` lists them.
 #include "hopper_host.h"
 
 namespace hopper {

@@ -1,4 +1,4 @@
-// From accumulators to gradients: warps that divided the columns are added up, rows scaled and written.
+// From accumulators to gradients: warps are added up, rows scaled and written.
 #pragma once
 
 #include "../../common/elementary.cuh"

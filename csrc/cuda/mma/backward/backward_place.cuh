@@ -1,4 +1,4 @@
-// Which query and key the elements of a backward tile stand for, and which of them see each other.
+// The query and key that elements of a backward tile stand for, and what they see.
 #pragma once
 
 #include "../dropout_bits.cuh"

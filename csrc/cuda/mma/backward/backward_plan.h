@@ -74,8 +74,7 @@ bool is_bare(const AttentionParams& params, const BackwardArguments& arguments);
 Plan plan_side(const AttentionParams& params, const BackwardArguments& arguments,
                const Statistics& statistics, int64_t rows, bool owns_queries);
 
-// The workspace begins with what rows::prepare() leaves and the statistics. Their bytes are a multiple of
-// 256.
+// The workspace begins with what rows::prepare() leaves and the statistics, a multiple of 256 bytes in all.
 size_t statistics_bytes(const AttentionParams& params);
 Statistics statistics_in(void* workspace, const AttentionParams& params);
 

@@ -1,4 +1,4 @@
-// Statistics of the queries, padded so that kernels can copy them to shared memory 16 bytes at a time.
+// Statistics of the queries, padded for kernels that copy 16 bytes at a time.
 #pragma once
 
 #include "../../common/elementary.cuh"

@@ -1,4 +1,4 @@
-// The work of a block of the backward: which rows it owns, and which columns of which heads pass by.
+// The work of a block of the backward: its rows, and the columns that pass by.
 #pragma once
 
 #include "../../common/element.cuh"

@@ -159,9 +159,8 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const Shared& 
       at, at.plan.scale, at.plan.mask_pairs, s.at,
       [&](int strip, int half, int tile, int i, float tanh) {
         const float slope = fmaf(-tanh, tanh, 1.0f);
-        // The side of queries needs the gradient of the capped score, too, for ALiBi's slopes. The gradient
-        // of a hidden element is 0 by the time that the two are multiplied, and fmaxf makes 0 of a slope of
-        // NaN.
+        // The side of queries also needs the gradient of the capped score, for ALiBi's slopes. A hidden
+        // element's gradient is 0 when the two are multiplied, and fmaxf makes 0 of a slope of NaN.
         if constexpr (C::kSide == Side::kQuery) {
           cap_slope.at[strip][tile][2 * half + i] = fmaxf(slope, 0.0f);
         }

@@ -1,4 +1,4 @@
-// From a backward call to the sm80 kernels that compute the gradients of queries, keys and values.
+// From a backward call to the sm80 kernels for queries, keys and values.
 #pragma once
 
 #include "../../function/launch_with_function.cuh"

@@ -1,4 +1,4 @@
-// The backward of one side: a block owns a tile of queries or keys, and tiles of the others pass by.
+// The backward of one side: a block owns queries or keys, and tiles of the others pass by.
 //
 // For each pair of tiles the weights and the gradients of the scores are worked out anew, from
 //
@@ -39,8 +39,8 @@ class Gradients {
     __syncthreads();
   }
 
-  // Returns whether results were written. They are not if they turn out not to be finite and 0 * Inf or 0 *
-  // NaN of a hidden row may be the reason.
+  // Returns whether results were written. They are not if they are not finite, since 0 * Inf or 0 * NaN of a
+  // hidden row may be the reason.
   __device__ __forceinline__ bool run() {
     if (work_.rows <= 0) return true;  // a sequence shorter than the longest
     load_own<C>(plan_, work_, shared_);

@@ -1,4 +1,4 @@
-// The gradient of a float mask: a block owns a region of it, and tiles of scores on it pass by.
+// The gradient of a float mask: a block owns a region, and tiles of scores pass by.
 //
 // ../../mask/mask_regions.h defines the regions. Gradients are added up where they are worked out, in
 // registers, element by element. If the mask does not tell queries or keys apart, their sums are taken once

@@ -1,4 +1,4 @@
-// Products of numbers that mma.sync cannot take, computed one by one, and such numbers zeroed in tiles.
+// Products with numbers that mma.sync cannot take, computed one by one.
 //
 // mma/backward/special_terms.cuh says which numbers these are.
 #pragma once

@@ -1,4 +1,4 @@
-// From a backward call to the sm90 kernels that compute the gradients of queries, keys and values.
+// From a backward call to the sm90 kernels for queries, keys and values.
 #pragma once
 
 #include "sm90_backward.h"

@@ -1,4 +1,4 @@
-// Shared memory of a block of the backward: tiles that it owns, rings of passing ones, and barriers.
+// Shared memory of a block of the backward: own tiles, rings of passing ones, barriers.
 #pragma once
 
 #include "../../common/ptx_sm80.cuh"

@@ -1,4 +1,4 @@
-// The backward of one side on Hopper: a block owns a tile of queries or keys, and the others pass by.
+// The backward of one side on Hopper: a block owns queries or keys, and the others pass by.
 //
 // Each of two warpgroups has 64 rows, and the producer loads the tiles that pass by. Weights and gradients of
 // scores leave the products as the left operands of the sums, in registers. While one warpgroup weighs, the
