@@ -90,6 +90,4 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "str kernel_name=\"\") -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  selfattn::ops::implement_operators(library);
-}
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) { selfattn::ops::implement_operators(library); }

@@ -186,8 +186,6 @@ const AnnounceCudaPart kAnnounced(kPart);
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
-  implement_operators(library);
-}
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) { implement_operators(library); }
 
 }  // namespace selfattn::ops
