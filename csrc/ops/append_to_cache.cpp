@@ -18,8 +18,4 @@ void append_to_cache(StableIValue* values, uint64_t, uint64_t) {
   Append(tensors, false).run();
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("append_to_cache", &append_to_cache);
-}
-
 }  // namespace selfattn::ops

@@ -168,8 +168,4 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t) {
             grads.sinks.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_backward", &attention_backward);
-}
-
 }  // namespace selfattn::ops

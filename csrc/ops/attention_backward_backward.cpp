@@ -36,8 +36,4 @@ void attention_backward_backward(StableIValue* values, uint64_t, uint64_t) {
             grads.sinks.handle, results.out.handle, results.lse.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_backward_backward", &attention_backward_backward);
-}
-
 }  // namespace selfattn::ops

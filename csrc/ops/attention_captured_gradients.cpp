@@ -78,8 +78,4 @@ void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t) {
   stack.put(sums.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_captured_gradients", &attention_captured_gradients);
-}
-
 }  // namespace selfattn::ops

@@ -81,9 +81,4 @@ void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
   stack.put_text(engine_of(device).refusals(options.kernel_name.text, call.params, device));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_refusals", &attention_refusals);
-  library.impl("attention_forward", &attention_forward);
-}
-
 }  // namespace selfattn::ops

@@ -35,6 +35,4 @@ void attention_jvp(StableIValue* values, uint64_t, uint64_t) {
             results.lse.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) { library.impl("attention_jvp", &attention_jvp); }
-
 }  // namespace selfattn::ops

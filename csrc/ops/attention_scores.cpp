@@ -62,9 +62,4 @@ void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(grad_query.handle, grad_key.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_scores", &attention_scores);
-  library.impl("attention_scores_backward", &attention_scores_backward);
-}
-
 }  // namespace selfattn::ops

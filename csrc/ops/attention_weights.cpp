@@ -30,8 +30,4 @@ void attention_weights(StableIValue* values, uint64_t, uint64_t) {
   stack.put(weights.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_weights", &attention_weights);
-}
-
 }  // namespace selfattn::ops

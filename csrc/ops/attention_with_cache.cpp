@@ -39,8 +39,4 @@ void attention_with_cache(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle, row_max.handle, row_sum.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_with_cache", &attention_with_cache);
-}
-
 }  // namespace selfattn::ops

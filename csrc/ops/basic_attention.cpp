@@ -100,10 +100,4 @@ void basic_attention_backward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(grads.query.handle, grads.key.handle, grads.value.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("basic_attention", &basic_attention);
-  library.impl("basic_attention_forward", &basic_attention_forward);
-  library.impl("basic_attention_backward", &basic_attention_backward);
-}
-
 }  // namespace selfattn::ops

@@ -68,14 +68,11 @@ void weights(const char* kernel, const AttentionParams& p, const WeightsOutputs&
   });
 }
 
-void scores(const char* kernel, const ScoresParams& p, Device) {
+// Runs a function of the kernel table that takes parameters alone.
+template <auto kFunction, class Params>
+void run(const char* kernel, const Params& p, Device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.scores, p);
-}
-
-void masked_softmax(const char* kernel, const SoftmaxParams& p, Device) {
-  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.masked_softmax, p);
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.*kFunction, p);
 }
 
 void backward(const char* kernel, const AttentionParams& p, const BackwardArguments& arguments,
@@ -139,16 +136,6 @@ void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool sh
   }
 }
 
-void scores_backward(const char* kernel, const ScoresParams& p, Device) {
-  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.scores_backward, p);
-}
-
-void masked_softmax_backward(const char* kernel, const SoftmaxParams& p, Device) {
-  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.masked_softmax_backward, p);
-}
-
 void append(const AppendParams& a, Device) {
   // A thread copies about 16 bytes in the time that a score takes.
   const int64_t bytes = a.kv_heads * a.rows * (a.head_dim + a.value_dim) * size_of(a.dtype);
@@ -176,12 +163,12 @@ std::string refusals(const char* kernel, const AttentionParams& p, Device) {
 
 constexpr Engine kCpuEngine = {&forward,
                                &weights,
-                               &scores,
-                               &masked_softmax,
+                               &run<&cpu::Kernel::scores>,
+                               &run<&cpu::Kernel::masked_softmax>,
                                &backward,
                                &sum_of_rows,
-                               &scores_backward,
-                               &masked_softmax_backward,
+                               &run<&cpu::Kernel::scores_backward>,
+                               &run<&cpu::Kernel::masked_softmax_backward>,
                                &append,
                                &jvp,
                                &backward_backward,

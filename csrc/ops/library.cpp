@@ -1,10 +1,11 @@
-// The schema of every op. The files named after the ops register their implementations.
+// The schema of every op, and the registration of the ops for CPU tensors.
 //
 // Rare options are keyword-only with defaults: a caller that leaves them out saves their conversion.
 // attention_options.h lists the options that the attention operators share.
 #include <string>
 
 #include "attention_options.h"
+#include "operators.h"
 #include "stable.h"
 #include "tangent_arguments.h"
 
@@ -88,3 +89,5 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "masked_softmax_backward(Tensor grad_weights, Tensor weights, float scale, *, "
       "str kernel_name=\"\") -> Tensor");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) { selfattn::ops::implement_operators(library); }

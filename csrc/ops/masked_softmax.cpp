@@ -71,9 +71,4 @@ void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(grad_scores.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("masked_softmax", &masked_softmax);
-  library.impl("masked_softmax_backward", &masked_softmax_backward);
-}
-
 }  // namespace selfattn::ops

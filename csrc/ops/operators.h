@@ -24,4 +24,25 @@ void basic_attention(StableIValue* values, uint64_t, uint64_t);
 void basic_attention_forward(StableIValue* values, uint64_t, uint64_t);
 void basic_attention_backward(StableIValue* values, uint64_t, uint64_t);
 
+// Gives the dispatcher all of them, for one kind of device.
+template <class Library>
+void implement_operators(Library& library) {
+  library.impl("attention_forward", &attention_forward);
+  library.impl("attention_backward", &attention_backward);
+  library.impl("attention_jvp", &attention_jvp);
+  library.impl("attention_backward_backward", &attention_backward_backward);
+  library.impl("attention_captured_gradients", &attention_captured_gradients);
+  library.impl("attention_refusals", &attention_refusals);
+  library.impl("attention_weights", &attention_weights);
+  library.impl("append_to_cache", &append_to_cache);
+  library.impl("attention_with_cache", &attention_with_cache);
+  library.impl("attention_scores", &attention_scores);
+  library.impl("attention_scores_backward", &attention_scores_backward);
+  library.impl("masked_softmax", &masked_softmax);
+  library.impl("masked_softmax_backward", &masked_softmax_backward);
+  library.impl("basic_attention", &basic_attention);
+  library.impl("basic_attention_forward", &basic_attention_forward);
+  library.impl("basic_attention_backward", &basic_attention_backward);
+}
+
 }  // namespace selfattn::ops

@@ -20,6 +20,7 @@
 #include "../../core/philox.h"
 #include "../../core/sequences.h"
 #include "../../core/visible_range.h"
+#include "../parallel.h"
 
 namespace selfattn::cpu::loops {
 
@@ -52,7 +53,7 @@ inline bool mask_shows(const View& mask, int64_t b, int64_t h, int64_t i, int64_
 template <class T>
 class Formula {
  public:
-  explicit Formula(const AttentionParams& params) : p(params) {
+  Formula(const AttentionParams& params) : p(params) {
     if (p.dropout.enabled) {
       seed_ = static_cast<uint64_t>(*p.dropout.seed);
       threshold_ = dropout_threshold(p.dropout.probability);
@@ -143,6 +144,21 @@ struct RowIndex {
   RowIndex(int64_t item, int64_t heads, int64_t rows)
       : b(item / (heads * rows)), h(item / rows % heads), i(item % rows) {}
 };
+
+// Runs Task<float> or Task<double>, whichever is the accumulation type, for a number of items, or for all
+// rows of queries.
+template <template <class> class Task, class Params, class... Arguments>
+void run_items(int64_t items, const ThreadPool& pool, const Params& p, const Arguments&... arguments) {
+  if (p.dtype == DType::kFloat64) {
+    for_each_item(pool, items, Task<double>{p, arguments...});
+  } else {
+    for_each_item(pool, items, Task<float>{p, arguments...});
+  }
+}
+template <template <class> class Task, class Params, class... Arguments>
+void run_rows(const ThreadPool& pool, const Params& p, const Arguments&... arguments) {
+  run_items<Task>(p.batch * p.heads * p.queries, pool, p, arguments...);
+}
 
 // The scratch of tasks that need no memory of their own.
 struct NoScratch {

@@ -87,24 +87,13 @@ struct WeightsTask {
   }
 };
 
-template <class T>
-void forward_as(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  for_each_item(pool, p.batch * p.heads * p.queries, ForwardTask<T>{Formula<T>(p), outputs});
-}
-
-template <class T>
-void weights_as(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
-  for_each_item(pool, p.batch * p.heads * p.queries, WeightsTask<T>{Formula<T>(p), outputs});
-}
-
 }  // namespace
 
 void forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? forward_as<double>(p, outputs, pool) : forward_as<float>(p, outputs, pool);
+  run_rows<ForwardTask>(pool, p, outputs);
 }
-
 void weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? weights_as<double>(p, outputs, pool) : weights_as<float>(p, outputs, pool);
+  run_rows<WeightsTask>(pool, p, outputs);
 }
 
 }  // namespace selfattn::cpu::loops

@@ -76,25 +76,12 @@ struct GradKeyTask {
   }
 };
 
-template <class T>
-void scores_as(const ScoresParams& p, const ThreadPool& pool) {
-  for_each_item(pool, p.batch * p.heads * p.queries, ScoresTask<T>{p});
-}
-
-template <class T>
-void scores_backward_as(const ScoresParams& p, const ThreadPool& pool) {
-  for_each_item(pool, p.batch * p.heads * p.queries, GradQueryTask<T>{p});
-  for_each_item(pool, p.batch * p.kv_heads * p.keys, GradKeyTask<T>{p});
-}
-
 }  // namespace
 
-void scores(const ScoresParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? scores_as<double>(p, pool) : scores_as<float>(p, pool);
-}
-
+void scores(const ScoresParams& p, const ThreadPool& pool) { run_rows<ScoresTask>(pool, p); }
 void scores_backward(const ScoresParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? scores_backward_as<double>(p, pool) : scores_backward_as<float>(p, pool);
+  run_rows<GradQueryTask>(pool, p);
+  run_items<GradKeyTask>(p.batch * p.kv_heads * p.keys, pool, p);
 }
 
 }  // namespace selfattn::cpu::loops

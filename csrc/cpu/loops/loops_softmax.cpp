@@ -65,20 +65,11 @@ struct SoftmaxBackwardTask {
   }
 };
 
-template <class Task>
-void run_rows(const SoftmaxParams& p, const ThreadPool& pool) {
-  for_each_item(pool, p.batch * p.heads * p.queries, Task{p});
-}
-
 }  // namespace
 
-void masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? run_rows<SoftmaxTask<double>>(p, pool) : run_rows<SoftmaxTask<float>>(p, pool);
-}
-
+void masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) { run_rows<SoftmaxTask>(pool, p); }
 void masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? run_rows<SoftmaxBackwardTask<double>>(p, pool)
-                             : run_rows<SoftmaxBackwardTask<float>>(p, pool);
+  run_rows<SoftmaxBackwardTask>(pool, p);
 }
 
 }  // namespace selfattn::cpu::loops

@@ -60,78 +60,32 @@ void divide(const AttentionParams& p, int64_t fewest, const ByPairs& by_pairs, c
   by_pairs(elements_with(p, fewest, kAnyQueries));
   in_float(elements_with(p, 0, fewest - 1));
 }
-// The workspace of such a pass: the two kernels run in turn and share it.
-template <class ByPairs, class InFloat>
-size_t larger_workspace(const AttentionParams& p, int64_t fewest, const ByPairs& by_pairs,
-                        const InFloat& in_float) {
+// The entry points of such a pass, and of its workspace, which the two kernels share as they run in turn.
+// `kInFloat` is a field of kFusedAvx512.
+template <auto kFewest, auto kByPairs, auto kInFloat, class... Arguments>
+void divided(const AttentionParams& p, const Arguments&... arguments) {
+  divide(
+      p, kFewest(p), [&](const AttentionParams& some) { kByPairs(some, arguments...); },
+      [&](const AttentionParams& some) { (kFusedAvx512.*kInFloat)(some, arguments...); });
+}
+template <auto kFewest, auto kByPairs, auto kInFloat>
+size_t divided_workspace(const AttentionParams& p) {
   size_t bytes = 0;
   divide(
-      p, fewest, [&](const AttentionParams& some) { bytes = std::max(bytes, by_pairs(some)); },
-      [&](const AttentionParams& some) { bytes = std::max(bytes, in_float(some)); });
+      p, kFewest(p), [&](const AttentionParams& some) { bytes = std::max(bytes, kByPairs(some)); },
+      [&](const AttentionParams& some) { bytes = std::max(bytes, (kFusedAvx512.*kInFloat)(some)); });
   return bytes;
 }
-
-template <class Calls>
-void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
-  divide(
-      p, Calls::fewest_queries(p), [&](const AttentionParams& some) { weights_pass<Pairs>(some, o, pool); },
-      [&](const AttentionParams& some) { kFusedAvx512.weights(some, o, pool); });
-}
-template <class Calls>
-size_t pair_backward_workspace(const AttentionParams& p) {
-  return larger_workspace(p, Calls::fewest_queries(p), backward_workspace<Pairs>,
-                          kFusedAvx512.backward_workspace);
-}
-template <class Calls>
-void pair_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  divide(
-      p, Calls::fewest_queries(p), [&](const AttentionParams& some) { backward_pass<Pairs>(some, a, pool); },
-      [&](const AttentionParams& some) { kFusedAvx512.backward(some, a, pool); });
-}
-template <class Calls>
-void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& a, const CapturedGradients& g,
-                             const ThreadPool& pool) {
-  divide(
-      p, Calls::fewest_queries(p),
-      [&](const AttentionParams& some) { captured_gradients<Pairs>(some, a, g, pool); },
-      [&](const AttentionParams& some) { kFusedAvx512.captured_gradients(some, a, g, pool); });
+// The entry point of a pass that has no products of pairs.
+template <auto kInFloat, class Params>
+void in_float(const Params& p, const ThreadPool& pool) {
+  (kFusedAvx512.*kInFloat)(p, pool);
 }
 
 // Tangents of a call with at least this many queries are computed by ExactPairs.
 template <class Calls>
 int64_t fewest_moving_queries(const AttentionParams& p) {
   return p.dtype == DType::kBFloat16 ? Calls::fewest_queries(p) : kAnyQueries;
-}
-template <class Calls>
-void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
-  divide(
-      p, fewest_moving_queries<Calls>(p),
-      [&](const AttentionParams& some) { jvp_pass<ExactPairs>(some, a, pool); },
-      [&](const AttentionParams& some) { kFusedAvx512.jvp(some, a, pool); });
-}
-template <class Calls>
-size_t pair_backward_backward_workspace(const AttentionParams& p) {
-  return larger_workspace(p, fewest_moving_queries<Calls>(p), backward_backward_workspace<ExactPairs>,
-                          kFusedAvx512.backward_backward_workspace);
-}
-template <class Calls>
-void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
-                            const ThreadPool& pool) {
-  divide(
-      p, fewest_moving_queries<Calls>(p),
-      [&](const AttentionParams& some) { backward_backward_pass<ExactPairs>(some, a, pool); },
-      [&](const AttentionParams& some) { kFusedAvx512.backward_backward(some, a, pool); });
-}
-
-inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
-inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
-  kFusedAvx512.scores_backward(p, pool);
-}
-inline void pair_masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
-  kFusedAvx512.masked_softmax(p, pool);
-}
-inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
-  kFusedAvx512.masked_softmax_backward(p, pool);
 }
 
 template <class Calls>
@@ -148,17 +102,22 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.description = description;
   kernel.automatic = true;
   kernel.forward = pair_forward<Calls>;
-  kernel.weights = pair_weights<Calls>;
-  kernel.backward_workspace = pair_backward_workspace<Calls>;
-  kernel.backward = pair_backward<Calls>;
-  kernel.captured_gradients = pair_captured_gradients<Calls>;
-  kernel.jvp = pair_jvp<Calls>;
-  kernel.backward_backward_workspace = pair_backward_backward_workspace<Calls>;
-  kernel.backward_backward = pair_backward_backward<Calls>;
-  kernel.scores = pair_scores;
-  kernel.scores_backward = pair_scores_backward;
-  kernel.masked_softmax = pair_masked_softmax;
-  kernel.masked_softmax_backward = pair_masked_softmax_backward;
+  constexpr auto kFewest = &Calls::fewest_queries, kFewestMoving = &fewest_moving_queries<Calls>;
+  kernel.weights = divided<kFewest, weights_pass<Pairs>, &Kernel::weights>;
+  kernel.backward_workspace =
+      divided_workspace<kFewest, backward_workspace<Pairs>, &Kernel::backward_workspace>;
+  kernel.backward = divided<kFewest, backward_pass<Pairs>, &Kernel::backward>;
+  kernel.captured_gradients = divided<kFewest, captured_gradients<Pairs>, &Kernel::captured_gradients>;
+  kernel.jvp = divided<kFewestMoving, jvp_pass<ExactPairs>, &Kernel::jvp>;
+  kernel.backward_backward_workspace =
+      divided_workspace<kFewestMoving, backward_backward_workspace<ExactPairs>,
+                        &Kernel::backward_backward_workspace>;
+  kernel.backward_backward =
+      divided<kFewestMoving, backward_backward_pass<ExactPairs>, &Kernel::backward_backward>;
+  kernel.scores = in_float<&Kernel::scores>;
+  kernel.scores_backward = in_float<&Kernel::scores_backward>;
+  kernel.masked_softmax = in_float<&Kernel::masked_softmax>;
+  kernel.masked_softmax_backward = in_float<&Kernel::masked_softmax_backward>;
   kernel.hands_on_to = pair_hands_on_to<Calls>;
   kernel.options = kFusedOptions;
   kernel.when_forced = when_forced;

@@ -255,6 +255,14 @@ __device__ __forceinline__ void products_touch(uint32_t (&a)[4]) {
                     "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_matrix), "r"(adds ? 1 : 0),                  \
                     "n"(kRightTurned ? 1 : 0) : "memory")
 
+// One of these with the numbers of its operands, for the element type of product_async().
+#define SELFATTN_OF_TYPE(product, columns, results, ...) \
+  if constexpr (kBFloat16) {                             \
+    product(columns, results, "bf16", __VA_ARGS__);      \
+  } else {                                               \
+    product(columns, results, "f16", __VA_ARGS__);       \
+  }
+
 template <int kColumns>
 constexpr bool kProductColumns = kColumns == 32 || kColumns == 64 || kColumns == 96 || kColumns == 128 ||
                                  kColumns == 192 || kColumns == 256;
@@ -267,60 +275,36 @@ template <bool kBFloat16, int kColumns, bool kLeftTurned, bool kRightTurned>
 __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], uint64_t a_matrix,
                                               uint64_t b_matrix, bool adds) {
   static_assert(kProductColumns<kColumns>, "there is no text for this one");
-  if constexpr (kColumns == 32 && kBFloat16) {
-    SELFATTN_MEMORY_PRODUCT(32, 16, "bf16", 16, 17, 18, 19, 20);
-  } else if constexpr (kColumns == 32) {
-    SELFATTN_MEMORY_PRODUCT(32, 16, "f16", 16, 17, 18, 19, 20);
-  } else if constexpr (kColumns == 64 && kBFloat16) {
-    SELFATTN_MEMORY_PRODUCT(64, 32, "bf16", 32, 33, 34, 35, 36);
+  if constexpr (kColumns == 32) {
+    SELFATTN_OF_TYPE(SELFATTN_MEMORY_PRODUCT, 32, 16, 16, 17, 18, 19, 20);
   } else if constexpr (kColumns == 64) {
-    SELFATTN_MEMORY_PRODUCT(64, 32, "f16", 32, 33, 34, 35, 36);
-  } else if constexpr (kColumns == 96 && kBFloat16) {
-    SELFATTN_MEMORY_PRODUCT(96, 48, "bf16", 48, 49, 50, 51, 52);
+    SELFATTN_OF_TYPE(SELFATTN_MEMORY_PRODUCT, 64, 32, 32, 33, 34, 35, 36);
   } else if constexpr (kColumns == 96) {
-    SELFATTN_MEMORY_PRODUCT(96, 48, "f16", 48, 49, 50, 51, 52);
-  } else if constexpr (kColumns == 128 && kBFloat16) {
-    SELFATTN_MEMORY_PRODUCT(128, 64, "bf16", 64, 65, 66, 67, 68);
+    SELFATTN_OF_TYPE(SELFATTN_MEMORY_PRODUCT, 96, 48, 48, 49, 50, 51, 52);
   } else if constexpr (kColumns == 128) {
-    SELFATTN_MEMORY_PRODUCT(128, 64, "f16", 64, 65, 66, 67, 68);
-  } else if constexpr (kColumns == 192 && kBFloat16) {
-    SELFATTN_MEMORY_PRODUCT(192, 96, "bf16", 96, 97, 98, 99, 100);
+    SELFATTN_OF_TYPE(SELFATTN_MEMORY_PRODUCT, 128, 64, 64, 65, 66, 67, 68);
   } else if constexpr (kColumns == 192) {
-    SELFATTN_MEMORY_PRODUCT(192, 96, "f16", 96, 97, 98, 99, 100);
-  } else if constexpr (kColumns == 256 && kBFloat16) {
-    SELFATTN_MEMORY_PRODUCT(256, 128, "bf16", 128, 129, 130, 131, 132);
+    SELFATTN_OF_TYPE(SELFATTN_MEMORY_PRODUCT, 192, 96, 96, 97, 98, 99, 100);
   } else if constexpr (kColumns == 256) {
-    SELFATTN_MEMORY_PRODUCT(256, 128, "f16", 128, 129, 130, 131, 132);
+    SELFATTN_OF_TYPE(SELFATTN_MEMORY_PRODUCT, 256, 128, 128, 129, 130, 131, 132);
   }
 }
 template <bool kBFloat16, int kColumns, bool kRightTurned>
 __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], const uint32_t (&a)[4],
                                               uint64_t b_matrix, bool adds) {
   static_assert(kProductColumns<kColumns>, "there is no text for this one");
-  if constexpr (kColumns == 32 && kBFloat16) {
-    SELFATTN_REGISTER_PRODUCT(32, 16, "bf16", 16, 17, 18, 19, 20, 21, 22);
-  } else if constexpr (kColumns == 32) {
-    SELFATTN_REGISTER_PRODUCT(32, 16, "f16", 16, 17, 18, 19, 20, 21, 22);
-  } else if constexpr (kColumns == 64 && kBFloat16) {
-    SELFATTN_REGISTER_PRODUCT(64, 32, "bf16", 32, 33, 34, 35, 36, 37, 38);
+  if constexpr (kColumns == 32) {
+    SELFATTN_OF_TYPE(SELFATTN_REGISTER_PRODUCT, 32, 16, 16, 17, 18, 19, 20, 21, 22);
   } else if constexpr (kColumns == 64) {
-    SELFATTN_REGISTER_PRODUCT(64, 32, "f16", 32, 33, 34, 35, 36, 37, 38);
-  } else if constexpr (kColumns == 96 && kBFloat16) {
-    SELFATTN_REGISTER_PRODUCT(96, 48, "bf16", 48, 49, 50, 51, 52, 53, 54);
+    SELFATTN_OF_TYPE(SELFATTN_REGISTER_PRODUCT, 64, 32, 32, 33, 34, 35, 36, 37, 38);
   } else if constexpr (kColumns == 96) {
-    SELFATTN_REGISTER_PRODUCT(96, 48, "f16", 48, 49, 50, 51, 52, 53, 54);
-  } else if constexpr (kColumns == 128 && kBFloat16) {
-    SELFATTN_REGISTER_PRODUCT(128, 64, "bf16", 64, 65, 66, 67, 68, 69, 70);
+    SELFATTN_OF_TYPE(SELFATTN_REGISTER_PRODUCT, 96, 48, 48, 49, 50, 51, 52, 53, 54);
   } else if constexpr (kColumns == 128) {
-    SELFATTN_REGISTER_PRODUCT(128, 64, "f16", 64, 65, 66, 67, 68, 69, 70);
-  } else if constexpr (kColumns == 192 && kBFloat16) {
-    SELFATTN_REGISTER_PRODUCT(192, 96, "bf16", 96, 97, 98, 99, 100, 101, 102);
+    SELFATTN_OF_TYPE(SELFATTN_REGISTER_PRODUCT, 128, 64, 64, 65, 66, 67, 68, 69, 70);
   } else if constexpr (kColumns == 192) {
-    SELFATTN_REGISTER_PRODUCT(192, 96, "f16", 96, 97, 98, 99, 100, 101, 102);
-  } else if constexpr (kColumns == 256 && kBFloat16) {
-    SELFATTN_REGISTER_PRODUCT(256, 128, "bf16", 128, 129, 130, 131, 132, 133, 134);
+    SELFATTN_OF_TYPE(SELFATTN_REGISTER_PRODUCT, 192, 96, 96, 97, 98, 99, 100, 101, 102);
   } else if constexpr (kColumns == 256) {
-    SELFATTN_REGISTER_PRODUCT(256, 128, "f16", 128, 129, 130, 131, 132, 133, 134);
+    SELFATTN_OF_TYPE(SELFATTN_REGISTER_PRODUCT, 256, 128, 128, 129, 130, 131, 132, 133, 134);
   }
 }
 
@@ -342,6 +326,7 @@ __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], const
 #undef SELFATTN_OPERANDS_128
 #undef SELFATTN_MEMORY_PRODUCT
 #undef SELFATTN_REGISTER_PRODUCT
+#undef SELFATTN_OF_TYPE
 #undef SELFATTN_PTX_SM90
 
 #endif

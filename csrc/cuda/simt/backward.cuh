@@ -76,11 +76,7 @@ __device__ __forceinline__ void store_panel(const AttentionParams& p, const Back
                                             const GradientPanel<kSide>& panel, int64_t head,
                                             Fragment<T>& out) {
   const T scale = panel.of_values ? T(1) : static_cast<T>(p.scale);
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumnsPerThread; ++c) out[r][c] *= scale;
-  }
+  for_each_number<T>([&](int r, int c) { out[r][c] *= scale; });
   const View& view = !kRowsAreKeys<kSide> ? a.grad_query : panel.of_values ? a.grad_value : a.grad_key;
   const Span& rows = kRowsAreKeys<kSide> ? plan.keys : plan.queries;
   const Sequence& s = plan.sequence;

@@ -62,11 +62,7 @@ __device__ __forceinline__ void add_up_mask(const AttentionParams& p, const Back
     if (compute_tile()) {
       Fragment<T> grad;
       get_fragment<T>(shared.score_grads, grad);
-#pragma unroll
-      for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-        for (int c = 0; c < kColumnsPerThread; ++c) sums[r][c] += grad[r][c];
-      }
+      for_each_number<T>([&](int r, int c) { sums[r][c] += grad[r][c]; });
       ++tiles;
     }
     move_on(plan, p, a);

@@ -18,11 +18,7 @@ __device__ __forceinline__ bool is_hidden(double weight) {
 
 template <class T>
 __device__ __forceinline__ void clear(Fragment<T>& fragment) {
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumnsPerThread; ++c) fragment[r][c] = T(0);
-  }
+  for_each_number<T>([&](int r, int c) { fragment[r][c] = T(0); });
 }
 
 // `steps` is rounded up to whole vectors. kSkipHidden leaves out the products of hidden weights in the left
@@ -84,11 +80,7 @@ __device__ __forceinline__ void add_weighted(const T* weights, T* columns_panel,
       multiply<T>(left, columns_panel, steps, part);
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColumnsPerThread; ++c) out[r][c] += part[r][c];
-  }
+  for_each_number<T>([&](int r, int c) { out[r][c] += part[r][c]; });
 }
 
 }  // namespace selfattn::cuda::simt

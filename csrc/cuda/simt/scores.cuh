@@ -54,11 +54,7 @@ __device__ __forceinline__ void get_fragment(const T* panel, Fragment<T>& fragme
 template <class Tile, class T>
 __device__ __forceinline__ void finish_scores(const Tile& tile, T* panel, Fragment<T>& s) {
   if (tile.is_bare() && tile.window_covers(kRows<T>, kColumns)) {
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumnsPerThread; ++c) s[r][c] = tile.scaled(s[r][c]);
-    }
+    for_each_number<T>([&](int r, int c) { s[r][c] = tile.scaled(s[r][c]); });
     return;
   }
   put_fragment<T>(panel, s);

@@ -68,11 +68,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const T scale = static_cast<T>(p.scale);
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) {
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColumnsPerThread; ++c) out[n][r][c] *= scale;
-    }
+    for_each_number<T>([&](int r, int c) { out[n][r][c] *= scale; });
     store_fragment<T>(target, at.first_row, own_rows, first_column + n * kColumns, p.head_dim, out[n]);
   }
 }

@@ -29,10 +29,6 @@ void forward_of_dtype(const AttentionParams& p, const ForwardOutputs& outputs, c
   call_for_dtype(p.dtype, [&](auto dtype) { forward<dtype>(p, outputs, where); });
 }
 
-void weights_of_dtype(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
-  call_for_dtype(p.dtype, [&](auto dtype) { weights<dtype>(p, outputs, where); });
-}
-
 size_t mask_workspace_of_dtype(const AttentionParams& p, const BackwardArguments& a) {
   if (a.grad_mask.data == nullptr) return 0;
   return call_for_dtype(p.dtype, [&](auto dtype) { return mask_workspace<dtype>(p, a); });
@@ -84,22 +80,6 @@ void captured_gradients_of_dtype(const AttentionParams& p, const BackwardArgumen
   call_for_dtype(p.dtype, [&](auto dtype) { captured_gradients<dtype>(p, a, g, where); });
 }
 
-void scores_of_dtype(const ScoresParams& p, const Launch& where) {
-  call_for_dtype(p.dtype, [&](auto dtype) { scores<dtype>(p, where); });
-}
-
-void scores_backward_of_dtype(const ScoresParams& p, const Launch& where) {
-  call_for_dtype(p.dtype, [&](auto dtype) { scores_backward<dtype>(p, where); });
-}
-
-void masked_softmax_of_dtype(const SoftmaxParams& p, const Launch& where) {
-  call_for_dtype(p.dtype, [&](auto dtype) { masked_softmax<dtype>(p, where); });
-}
-
-void masked_softmax_backward_of_dtype(const SoftmaxParams& p, const Launch& where) {
-  call_for_dtype(p.dtype, [&](auto dtype) { masked_softmax_backward<dtype>(p, where); });
-}
-
 constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "simt";
@@ -113,7 +93,9 @@ constexpr Kernel entry() {
   kernel.refuses = &refuses;
   kernel.forward_workspace = &forward_workspace;
   kernel.forward = &forward_of_dtype;
-  kernel.weights = &weights_of_dtype;
+  kernel.weights = [](const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
+    call_for_dtype(p.dtype, [&](auto dtype) { weights<dtype>(p, outputs, where); });
+  };
   kernel.backward_workspace = &backward_workspace;
   kernel.backward = &backward_of_dtype;
   kernel.jvp = &jvp_of_dtype;
@@ -121,10 +103,18 @@ constexpr Kernel entry() {
   kernel.backward_backward = &backward_backward_of_dtype;
   kernel.captured_workspace = &captured_workspace_of_dtype;
   kernel.captured_gradients = &captured_gradients_of_dtype;
-  kernel.scores = &scores_of_dtype;
-  kernel.scores_backward = &scores_backward_of_dtype;
-  kernel.masked_softmax = &masked_softmax_of_dtype;
-  kernel.masked_softmax_backward = &masked_softmax_backward_of_dtype;
+  kernel.scores = [](const ScoresParams& p, const Launch& where) {
+    call_for_dtype(p.dtype, [&](auto dtype) { scores<dtype>(p, where); });
+  };
+  kernel.scores_backward = [](const ScoresParams& p, const Launch& where) {
+    call_for_dtype(p.dtype, [&](auto dtype) { scores_backward<dtype>(p, where); });
+  };
+  kernel.masked_softmax = [](const SoftmaxParams& p, const Launch& where) {
+    call_for_dtype(p.dtype, [&](auto dtype) { masked_softmax<dtype>(p, where); });
+  };
+  kernel.masked_softmax_backward = [](const SoftmaxParams& p, const Launch& where) {
+    call_for_dtype(p.dtype, [&](auto dtype) { masked_softmax_backward<dtype>(p, where); });
+  };
   return kernel;
 }
 

@@ -239,13 +239,7 @@ __device__ __forceinline__ bool tangent_tile(const AttentionParams& p, const Bac
       }
     }
     if (n == 0 || n == 2) put_fragment<T>(n == 0 ? shared.weights : shared.score_grads, sum);
-    if (n == 3) {
-#pragma unroll
-      for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-        for (int c = 0; c < kColumnsPerThread; ++c) of_values[r][c] = sum[r][c];
-      }
-    }
+    if (n == 3) for_each_number<T>([&](int r, int c) { of_values[r][c] = sum[r][c]; });
     if (n == 0 || n == 2 || n == 3) clear<T>(sum);
   }
   __syncthreads();  // slots and deviations replace operands

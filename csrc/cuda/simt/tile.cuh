@@ -40,6 +40,16 @@ constexpr int kOutputColumns = kOutputPanels * kColumns;
 template <class T>
 using Fragment = T[kRowsPerThread<T>][kColumnsPerThread];
 
+// Calls body(r, c) for each number of a fragment.
+template <class T, class Body>
+__device__ __forceinline__ void for_each_number(const Body& body) {
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread<T>; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumnsPerThread; ++c) body(r, c);
+  }
+}
+
 __device__ __forceinline__ int thread_row() { return static_cast<int>(threadIdx.x) / kThreadColumns; }
 __device__ __forceinline__ int thread_column() { return static_cast<int>(threadIdx.x) % kThreadColumns; }
 

@@ -7,7 +7,6 @@
 #include "../mma/forward_plan.h"
 #include "../simt/simt.h"
 #include "backward/sm80_backward.h"
-#include "sm80_instances.h"
 
 namespace selfattn::cuda {
 

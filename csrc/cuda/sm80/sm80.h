@@ -10,6 +10,20 @@ extern const Kernel kSm80;
 
 namespace sm80 {
 
+// Kernels for an element type and a padded dim; selfattn_ext/build/sources.py lists the instances, which a
+// build compiles in a file each.
+template <DType kDType, int kDim>
+void run_forward(const AttentionParams& params, const ForwardOutputs& outputs, CUstream_st* stream,
+                 void* workspace);
+
+// The same for the sequences of few queries alone, if any; see may_have_few_queries().
+template <DType kDType, int kDim>
+void run_few_queries(const AttentionParams& params, const ForwardOutputs& outputs, CUstream_st* stream,
+                     void* workspace);
+
+template <DType kDType, int kDim>
+void run_weights(const AttentionParams& params, const WeightsOutputs& outputs, CUstream_st* stream);
+
 // Computes the forward of the sequences of few queries alone, if the call has any (split_keys.h), for a
 // kernel that leaves them to this one. The workspace is that of kSm80's forward.
 void forward_of_few_queries(const AttentionParams& params, const ForwardOutputs& outputs,
@@ -21,5 +35,4 @@ void gradient_of_mask(const AttentionParams& params, const BackwardArguments& ar
                       const mma::backward::Statistics& statistics, const Launch& where);
 
 }  // namespace sm80
-
 }  // namespace selfattn::cuda

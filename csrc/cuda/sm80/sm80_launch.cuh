@@ -3,7 +3,7 @@
 
 #include "../function/launch_with_function.cuh"
 #include "../split/merge_splits.h"
-#include "sm80_instances.h"
+#include "sm80.h"
 #include "sm80_forward.cuh"
 #include "weights.cuh"
 

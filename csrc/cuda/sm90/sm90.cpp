@@ -5,7 +5,6 @@
 #include "../function/function_kernels.h"
 #include "../sm80/sm80.h"
 #include "backward/sm90_backward.h"
-#include "sm90_instances.h"
 #include "sm90_plan.h"
 
 namespace selfattn::cuda {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "sm90_instances.h"
+#include "sm90.h"
 #include "sm90_forward.cuh"
 
 namespace selfattn::cuda::sm90 {

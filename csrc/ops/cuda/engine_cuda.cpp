@@ -115,28 +115,11 @@ void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool sh
 }
 
 // Runs a function of the kernel table that not every kernel has.
-template <class Params>
-void run(void (*cuda::Kernel::*function)(const Params&, const cuda::Launch&), const char* name,
-         const Params& p, Device device) {
+template <auto kFunction, class Params>
+void run(const char* name, const Params& p, Device device) {
   const DeviceScope scope(device);
-  const cuda::Kernel& chosen = choose_kernel_with(function, name, attention_of(p), scope.capability());
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) (chosen.*function)(p, scope.launch);
-}
-
-void scores(const char* name, const ScoresParams& p, Device device) {
-  run(&cuda::Kernel::scores, name, p, device);
-}
-
-void scores_backward(const char* name, const ScoresParams& p, Device device) {
-  run(&cuda::Kernel::scores_backward, name, p, device);
-}
-
-void masked_softmax(const char* name, const SoftmaxParams& p, Device device) {
-  run(&cuda::Kernel::masked_softmax, name, p, device);
-}
-
-void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device device) {
-  run(&cuda::Kernel::masked_softmax_backward, name, p, device);
+  const cuda::Kernel& chosen = choose_kernel_with(kFunction, name, attention_of(p), scope.capability());
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) (chosen.*kFunction)(p, scope.launch);
 }
 
 // Returns the kernel asked for or chosen if it has forward mode and second derivatives, else "simt".
@@ -191,8 +174,9 @@ const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t 
 }
 
 const CudaPart kPart = {
-    {&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows, &scores_backward,
-     &masked_softmax_backward, &append, &jvp, &backward_backward, &captured_gradients, &refusals},
+    {&forward, &weights, &run<&cuda::Kernel::scores>, &run<&cuda::Kernel::masked_softmax>, &backward,
+     &sum_of_rows, &run<&cuda::Kernel::scores_backward>, &run<&cuda::Kernel::masked_softmax_backward>,
+     &append, &jvp, &backward_backward, &captured_gradients, &refusals},
     cuda_compiler(),
     cuda_architectures(),
     &cuda::all_kernels,
@@ -202,23 +186,6 @@ const AnnounceCudaPart kAnnounced(kPart);
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
-  library.impl("attention_forward", &attention_forward);
-  library.impl("attention_weights", &attention_weights);
-  library.impl("attention_backward", &attention_backward);
-  library.impl("attention_jvp", &attention_jvp);
-  library.impl("attention_backward_backward", &attention_backward_backward);
-  library.impl("attention_captured_gradients", &attention_captured_gradients);
-  library.impl("append_to_cache", &append_to_cache);
-  library.impl("attention_with_cache", &attention_with_cache);
-  library.impl("attention_scores", &attention_scores);
-  library.impl("attention_scores_backward", &attention_scores_backward);
-  library.impl("masked_softmax", &masked_softmax);
-  library.impl("masked_softmax_backward", &masked_softmax_backward);
-  library.impl("basic_attention", &basic_attention);
-  library.impl("basic_attention_forward", &basic_attention_forward);
-  library.impl("basic_attention_backward", &basic_attention_backward);
-  library.impl("attention_refusals", &attention_refusals);
-}
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) { implement_operators(library); }
 
 }  // namespace selfattn::ops

@@ -7,7 +7,6 @@
 #include "../../function/function_kernels.h"
 #include "../../mma/forward_plan.h"
 #include "../sm80.h"
-#include "sm80_backward_instances.h"
 
 namespace selfattn::cuda::sm80 {
 

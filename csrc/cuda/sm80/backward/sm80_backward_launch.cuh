@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../function/launch_with_function.cuh"
-#include "sm80_backward_instances.h"
+#include "sm80_backward.h"
 #include "sm80_gradients.cuh"
 
 namespace selfattn::cuda::sm80::backward {

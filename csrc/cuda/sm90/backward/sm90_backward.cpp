@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "../sm90_plan.h"
-#include "sm90_backward_instances.h"
 #include "sm90_backward_plan.h"
 
 namespace selfattn::cuda::sm90::backward {
@@ -29,7 +28,7 @@ bool takes(const AttentionParams& p, const BackwardArguments& a) {
          is_mappable(a.grad_out, p.queries, p.value_dim);
 }
 
-void run(const AttentionParams& p, const BackwardArguments& a, const mma::backward::Statistics& statistics,
+void run(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
          CUstream_st* stream) {
   const auto sides = p.dtype == DType::kBFloat16 ? instance_for<DType::kBFloat16>(p.head_dim, p.value_dim)
                                                  : instance_for<DType::kFloat16>(p.head_dim, p.value_dim);

@@ -1,7 +1,7 @@
 // From a backward call to the sm90 kernels for queries, keys and values.
 #pragma once
 
-#include "sm90_backward_instances.h"
+#include "sm90_backward.h"
 #include "sm90_gradients.cuh"
 
 namespace selfattn::cuda::sm90::backward {
