@@ -115,6 +115,7 @@ ELSEWHERE = {
     "test_library": "is about the build",
     "test_list_files": "is about the sources",
     "test_makefile": "is about the build",
+    "test_modules": "is about the tests",
     "test_moving": "is about what torch's functions do on the CPU",
     "test_ninja_build": "is about the build",
     "test_on_cuda": "runs the others",
