@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "kernel.h"
+#include "cuda_kernel.h"
 
 namespace selfattn::cuda {
 

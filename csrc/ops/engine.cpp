@@ -4,7 +4,7 @@
 #include "../core/option_names.h"
 #include "../core/sequences.h"
 #include "../cpu/append_to_cache_cpu.h"
-#include "../cpu/kernel_table.h"
+#include "../cpu/cpu_kernel_table.h"
 #include "outputs.h"
 #include "run_kernel.h"
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../cpu/cpu_features.h"
-#include "../cpu/kernel_table.h"
+#include "../cpu/cpu_kernel_table.h"
 #include "../peak/peak.h"
 #include "../ops/build_options.h"
 #include "../ops/engine.h"

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "core/sequences.h"
-#include "cpu/kernel_table.h"
+#include "cpu/cpu_kernel_table.h"
 #include "cpu/loops/loops.h"
 #include "cuda/cuda_kernel_table.h"
 #include "cuda/rows/rows.h"
@@ -151,7 +151,7 @@ struct Emulated {
 
 }  // namespace
 
-// Declared in csrc/cpu/kernel_table.cpp.
+// Declared in csrc/cpu/cpu_kernel_table.cpp.
 extern const Kernel kFusedScalar;
 extern const Kernel kEmulatedSm90;
 extern const Kernel kEmulatedSm80;

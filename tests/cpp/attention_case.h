@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/kernel_table.h"
+#include "cpu/cpu_kernel_table.h"
 
 namespace selfattn::test {
 

@@ -1,5 +1,5 @@
 // The kernel table: what is listed, what is chosen, what is refused.
-#include "cpu/kernel_table.h"
+#include "cpu/cpu_kernel_table.h"
 
 #include <cstring>
 #include <stdexcept>

@@ -300,4 +300,4 @@ def _(here: Here) -> str:
         return here.error_of(lambda: backends.use_cpu_isa("amx").__enter__())
     unknown = here.error_of(lambda: backends.use_cpu_isa("sse9").__enter__())
     begin = unknown.partition("is unknown")[0].replace("sse9", "amx")
-    return begin + in_the_source("csrc/cpu/kernel_table.cpp", "cannot be used: ")
+    return begin + in_the_source("csrc/cpu/cpu_kernel_table.cpp", "cannot be used: ")

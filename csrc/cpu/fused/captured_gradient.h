@@ -4,7 +4,7 @@
 
 #include "../../core/captured_parts.h"
 #include "gradient_strip.h"
-#include "score_function.h"
+#include "function_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -7,7 +7,7 @@
 #include "dropout.h"
 #include "mask_block.h"
 #include "query_strip.h"
-#include "score_function.h"
+#include "function_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -20,7 +20,7 @@
 #include "../../core/sequences.h"
 #include "../../core/visible_range.h"
 #include "../joint_task.h"
-#include "../kernel.h"
+#include "../cpu_kernel.h"
 #include "../parallel.h"
 
 // Inlining is forced: a helper left out of line would pass vectors through memory, and an extension that is

@@ -3,7 +3,7 @@
 // for, and has no forward mode and no second derivatives.
 #pragma once
 
-#include "../kernel.h"
+#include "../cpu_kernel.h"
 
 namespace selfattn::cpu {
 

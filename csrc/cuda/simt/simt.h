@@ -3,7 +3,7 @@
 // It runs on compute capability 7.5 and newer, and takes every call that no other kernel takes.
 #pragma once
 
-#include "../kernel.h"
+#include "../cuda_kernel.h"
 #include "../rows/rows.h"
 
 namespace selfattn::cuda {

@@ -1,7 +1,7 @@
 // "sm80": attention on tensor cores by mma.sync, for compute capability 8.0 and later.
 #pragma once
 
-#include "../kernel.h"
+#include "../cuda_kernel.h"
 #include "../mma/backward/backward_plan.h"
 
 namespace selfattn::cuda {

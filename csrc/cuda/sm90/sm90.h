@@ -1,7 +1,7 @@
 // "sm90": attention on the tensor cores of Hopper by wgmma and TMA, for compute capability 9.0.
 #pragma once
 
-#include "../kernel.h"
+#include "../cuda_kernel.h"
 
 namespace selfattn::cuda {
 

@@ -1,5 +1,5 @@
 // The table of CPU kernels: every operator finds a kernel once it has a line here.
-#include "kernel_table.h"
+#include "cpu_kernel_table.h"
 
 #include <atomic>
 #include <cstdlib>

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "kernel.h"
+#include "cpu_kernel.h"
 
 namespace selfattn::cpu {
 
