@@ -151,6 +151,15 @@ def test_a_scale_near_the_largest_number(dtype: torch.dtype, queries: int, kerne
 
         ours, peer = results(scaled_dot_product_attention, dtype), results(formula, dtype)
         exact = results(formula, torch.float64) if dtype != torch.float64 else peer
+        # A row whose only weight is 1 has dO·V - dO·O = 0. CUDA sums the two in different orders, so that a
+        # rounding error of theirs is left, which the scale multiplies: docs/limits.md, "Numbers".
+        rounds = query.device.type == "cuda" and "softcap" not in options
+        of_scores = float((incoming.double() @ value.double().mT).abs().max()) * scale if rounds else 1.0
+        terms = {"grad of query": of_scores * float(keys.abs().max()) if rounds else 1.0,
+                 "grad of key": of_scores * float(query.abs().max()) if rounds else 1.0}  # fmt: skip
         for name, result, truth, theirs in zip(NAMES, ours, exact, peer, strict=True):
+            size = terms.get(name, 1.0)
+            if size * torch.finfo(dtype).eps > torch.finfo(dtype).max:
+                continue  # float16 has no number of the size of that error
             assert result.isfinite().all(), (name, options)
-            assert_accurate(f"{name} {options}", result, truth, theirs, dtype=dtype)
+            assert_accurate(f"{name} {options}", result, truth, theirs, size, dtype=dtype)
