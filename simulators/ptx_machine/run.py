@@ -65,8 +65,8 @@ MEMORY = Step(
 
 #: torch's own allocator refuses what needs too much memory. One test has torch ask for 8 GiB.
 ERRORS = Step(
-    ("test_errors.py",),
-    ("--deselect", "tests/attention/test_errors.py::test_sizes_of_weights_whose_product_overflows"),
+    ("test_errors.py", "test_memory_errors.py"),
+    ("--deselect", "tests/attention/test_memory_errors.py::test_sizes_of_weights_whose_product_overflows"),
     {**ON_CUDA, "PYTORCH_NO_CUDA_MEMORY_CACHING": ""},
 )
 

@@ -58,6 +58,7 @@ MODULES = (
     "test_mask_gradient.py",
     "test_mask_sums.py",
     "test_masks.py",
+    "test_memory_errors.py",
     "test_multihead_attention.py",
     "test_multihead_layers.py",
     "test_multihead_options.py",

@@ -10,7 +10,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Where the weights and dS of some keys go, in pairs.
+// The places that the weights and dS of some keys are written to, as pairs.
 struct PairedGradients {
   uint32_t *weight_rows, *grad_rows;  // [piece][key][pair of queries], as WeightOperand::rows
   uint32_t* grad_lanes;               // [pair of keys][piece][lane]

@@ -7,7 +7,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// What pairing a block needs of a vector of queries.
+// The numbers of a vector of queries that turn a block of theirs into pairs.
 template <Weigh kWeigh>
 struct PairedLanes {
   Normaliser<float, kWeigh> weigh;
