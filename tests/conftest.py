@@ -15,6 +15,7 @@ import gpu
 import modules
 import pytest
 import torch
+import warm
 
 import selfattn_ext
 from selfattn_ext import backends
@@ -185,13 +186,13 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
         # The script runs outside a checkout, whose package may differ from the installed one.
         package = str(Path(selfattn_ext.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-        return subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        variables = {**os.environ, "PYTHONPATH": path, **environment}
+        if "LD_PRELOAD" in environment:
+            command = [sys.executable, "-c", script]
+            done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+        else:
+            done = warm.python(script, tmp_path, variables)
+        done.check_returncode()
+        return done.stdout
 
     return run

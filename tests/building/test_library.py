@@ -3,13 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from selfattn_ext import build, terminal
 from selfattn_ext.build import cuda_build, jit, library, ninja_build, sources, toolchain
@@ -56,13 +55,8 @@ def python(folder, code, **environment):
         "PYTHONPATH": str(folder),
         **environment,
     }
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    return warm.python(
+        f"import warnings\nwarnings.simplefilter('ignore')\n{textwrap.dedent(code)}", folder, variables
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import subprocess
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 
 from selfattn_ext import backends, info
 from selfattn_ext.arguments import forced_kernel
@@ -119,14 +120,12 @@ def test_info_names_versions_features_and_the_chosen_kernel(capsys: pytest.Captu
     assert all(f"{kernel.name}/{kernel.isa}" in printed for kernel in backends.kernels())
 
 
-def test_info_in_a_process_of_its_own_reports_a_wrong_instruction_set(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SELFATTN_CPU_ISA", "sse9")
+def test_info_in_a_process_of_its_own_reports_a_wrong_instruction_set(tmp_path: Path) -> None:
+    program = "import runpy, sys; sys.argv = ['', 'info']; runpy.run_module('selfattn_ext', None, '__main__')"
     # The process imports the same package as this test.
-    monkeypatch.setenv("PYTHONPATH", str(Path(info.__file__).parents[1]))
-    command = [sys.executable, "-m", "selfattn_ext", "info"]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    package = str(Path(info.__file__).parents[1])
+    variables = {**os.environ, "SELFATTN_CPU_ISA": "sse9", "PYTHONPATH": package}
+    finished = warm.python(program, tmp_path, variables)
     assert finished.returncode == 1, finished.stderr
     assert "no kernel can be chosen" in finished.stdout
     assert "sse9" in finished.stdout

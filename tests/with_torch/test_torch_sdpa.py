@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ran
 import torch
 import torch.nn.functional as F
+import warm
 from cases import DTYPES, NAMES, normal
 from tolerances import assert_accurate
 from torch import Tensor
@@ -155,7 +156,7 @@ def test_import_registers_the_name_and_activating_warns_of_nothing() -> None:
         "attention.activate_flash_attention_impl('selfattn_ext'); q = torch.ones(1, 1, 4, 8); "
         "torch.nn.functional.scaled_dot_product_attention(q, q, q)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = warm.python(code, Path.cwd(), os.environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert not {"torch._dynamo", "torch._inductor"} & set(done.stdout.split())
 
