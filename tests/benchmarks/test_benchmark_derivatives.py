@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from selfattn_ext.bench import memory
 from selfattn_ext.bench.cases import inputs
 from selfattn_ext.bench.contenders import OURS
 from selfattn_ext.bench.derivatives import CONTENDERS, FORMULA, OPERATOR, PLAIN, DerivativeCase, Order
@@ -57,9 +58,15 @@ def test_every_line_says_what_it_compares(benchmarks: None) -> None:
         assert line.target <= line.goal
 
 
-def test_memory_does_not_grow_as_the_matrices_do(benchmarks: None) -> None:
+def measured_here(*arguments: int) -> list[tuple[DerivativeCase, int, float]]:
+    """Returns the rows of benchmarks/derivatives_memory.py without a process for each figure."""
     import derivatives_memory
 
-    for case, ours, formula in derivatives_memory.rows(2048, 512, 1):
+    memory.alone = lambda measure, *rest: measure(*rest)
+    return derivatives_memory.rows(*arguments)
+
+
+def test_memory_does_not_grow_as_the_matrices_do(benchmarks: None) -> None:
+    for case, ours, formula in memory.alone(measured_here, 1024, 256, 1):
         matrix = case.heads * case.length**2 * case.dtype.itemsize
         assert ours < matrix < formula, case
