@@ -46,19 +46,8 @@ def corpus(content: str = SENTENCES, context: int = SMALL.context) -> text.Corpu
 def test_demo_trains_compares_samples_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     book, picture = tmp_path / "book.txt", tmp_path / "drawn.png"
     book.write_text(SENTENCES, encoding="utf-8")
-    arguments = [
-        "--text",
-        str(book),
-        "--steps",
-        "3",
-        "--seed",
-        "5",
-        "--out",
-        str(picture),
-        "--device",
-        gpu.DEVICE,
-    ]
-    assert main(["demo", *arguments]) == 0
+    given = {"text": book, "steps": 3, "seed": 5, "out": picture, "device": gpu.DEVICE}
+    assert main(["demo", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]) == 0
     printed = capsys.readouterr()
     assert str(book) in printed.out
     for name, _ in demo.ATTENTIONS:
@@ -145,11 +134,7 @@ def test_demo_as_a_whole_keeps_to_its_seconds(
     machine = SlowMachine(monkeypatch)
     start = machine.now
     options = demo.Options(
-        text=_book(tmp_path),
-        max_seconds=250.0,
-        size=SMALL,
-        device=gpu.DEVICE,
-        out=tmp_path / "drawn.png",
+        text=_book(tmp_path), max_seconds=250.0, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
     )
     assert demo.run(options) == 0
     assert 210.0 < machine.now - start <= 251.0

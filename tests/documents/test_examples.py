@@ -6,11 +6,14 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import gpu
 import pytest
+import torch.distributed as dist
 import turns
+from processes import ranks
 
 from selfattn_ext.terminal import CommandError
 
@@ -86,6 +89,34 @@ def test_train_with_functions_asks_before_training_for_what_draws(
 
 
 LONG = ["--tokens", "260", "--width", "16", "--heads", "2", "--steps", "3", "--rate", "1e-2"]
+
+
+def check_losses(printed: str, expected: list[float]) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses == pytest.approx(expected, abs=2e-5)
+    assert re.search(r"tokens/s +[\d.]+ MB sent", printed)
+
+
+def train_long(how: list[str]) -> list[float]:
+    """Trains on a rank of a group that exists."""
+    main = runpy.run_path(str(EXAMPLES / "train_long.py"))["main"]
+    main.__globals__["process_group"] = lambda device: nullcontext(dist.get_rank())
+    return main([*LONG, *how])
+
+
+@pytest.mark.cpu_only("starts processes on gloo")
+@pytest.mark.xdist_group("split_attention")
+def test_train_long(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """One process and two processes have the same losses."""
+    expected = runpy.run_path(str(EXAMPLES / "train_long.py"))["main"](LONG)
+    assert expected[-1] < expected[0]
+    printed = capsys.readouterr().out
+    assert "symbols for 1 process: " in printed
+    check_losses(printed, expected)
+    for losses in ranks(2)(train_long, ["--checkpoints"]):
+        assert losses == pytest.approx(expected, abs=2e-5)
+
+
 MORE_LONG = [
     (2, ["--shard", "--checkpoints"]),
     (4, ["--rotate", "allgather", "--layout", "contiguous"]),
@@ -93,31 +124,18 @@ MORE_LONG = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.cpu_only("starts processes on gloo")
-@pytest.mark.parametrize(
-    ("count", "how"),
-    [
-        (2, ["--checkpoints"]),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in turns.chosen(MORE_LONG)),
-    ],
-    ids=str,
-)
-def test_train_long(count: int, how: list[str], capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
-    """One process and several processes have the same losses."""
+@pytest.mark.parametrize(("count", "how"), turns.chosen(MORE_LONG), ids=str)
+def test_train_long_by_torchrun(count: int, how: list[str], one_thread: None) -> None:
     script = str(EXAMPLES / "train_long.py")
     expected = runpy.run_path(script)["main"](LONG)
-    assert expected[-1] < expected[0]
-    alone = capsys.readouterr().out
-    assert "symbols for 1 process: " in alone
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", script]
     run = subprocess.run(
         [sys.executable, *start, *LONG, *how], capture_output=True, text=True, timeout=240, check=False
     )
     assert run.returncode == 0, run.stderr
-    for printed in (alone, run.stdout):
-        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
-        assert losses == pytest.approx(expected, abs=2e-5)
-        assert re.search(r"tokens/s +[\d.]+ MB sent", printed)
+    check_losses(run.stdout, expected)
     assert len(re.search(r"memory +([\d, -]+) MB", run.stdout)[1].split(",")) == count
 
 

@@ -6,10 +6,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
+import torch
+import turns
 from nbclient import NotebookClient
 
 import selfattn_ext
@@ -49,7 +53,30 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_notebook_runs(kernel: str, tmp_path: Path) -> None:
+def test_cells_run_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> None:
+    """In this process, where a picture is a figure that a cell leaves open, with fewer steps of training."""
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert any("range(151)" in source for source in cells)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    plt.close("all")
+    for source, stored in zip(cells, outputs(notebook), strict=True):
+        before = len(plt.get_fignums())
+        exec(source.removeprefix("%matplotlib inline\n").replace("range(151)", "range(51)"), names)
+        printed = ["stream"] * bool(capsys.readouterr().out)
+        pictures = ["picture"] * (len(plt.get_fignums()) - before)
+        assert printed + pictures == list(dict.fromkeys(stored)), source
+    assert len(plt.get_fignums()) == 3
+    plt.close("all")
+    torch.set_printoptions(profile="default")
+
+
+@pytest.mark.thorough
+@turns.only_in(0, 3)
+def test_the_notebook_runs_in_jupyter(kernel: str, tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     stored = outputs(notebook)
     if gpu.DEVICE != "cpu":

@@ -18,7 +18,7 @@ import selfattn_ext
 
 #: This script runs commands in a process without these packages, and prints their exit codes and texts.
 SCRIPT = """
-import contextlib, functools, io, json, sys, traceback
+import contextlib, io, json, sys, traceback
 
 class Without:
     def __init__(self, finder):
@@ -30,7 +30,7 @@ class Without:
 
 sys.meta_path[:] = map(Without, sys.meta_path)
 import selfattn_ext
-from selfattn_ext import bench, demo
+from selfattn_ext import bench, demo  # test_demo.py has a demo without matplotlib
 from selfattn_ext.bench import cases, timer
 from selfattn_ext.commands import check
 from selfattn_ext.commands.cli import main
@@ -39,8 +39,6 @@ cases.QUICK_SHAPES = ((1, 2, 16, 8),)
 timer.QUICK = timer.Effort(seconds=0.0, min_rounds=1, max_rounds=1)
 first = check.cases(0)[:1]
 check.cases = lambda seed: first
-demo.SAMPLE_LENGTH = 20
-demo.Options = functools.partial(demo.Options, size=demo.ModelSize(width=16, context=16))
 
 results = {}
 for command in sys.argv[1:]:
@@ -61,7 +59,6 @@ COMMANDS = (
     "info",
     "check",
     "bench --quick --threads 1",
-    "demo --steps 1 --text text.txt",
     "heatmap",
     "heatmap weights.pt",
     "heatmap weights.npy",
@@ -74,7 +71,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("torch_alone")
     torch.save(torch.rand(2, 2, 3, 3), folder / "weights.pt")
     (folder / "weights.npy").write_bytes(b"whatever it holds")
-    (folder / "text.txt").write_text("the cat sat on the mat. " * 40, encoding="utf-8")
     # The process imports the same package as this test.
     environment = os.environ | {"PYTHONPATH": str(Path(selfattn_ext.__file__).parents[1])}
     command = [sys.executable, "-c", SCRIPT, *COMMANDS]
@@ -91,14 +87,6 @@ def test_what_draws_nothing_works(command: str, results: Results) -> None:
     code, out, err = results[command]
     assert code == 0, (code, err)
     assert out
-
-
-def test_the_demo_says_before_training_that_it_will_not_draw(results: Results) -> None:
-    _, out, _ = results["demo --steps 1 --text text.txt"]
-    before, _, after = out.partition("attention by")
-    assert f"picture none: {INSTALL}\n" in before
-    assert "they agree" in after
-    assert "install" not in after
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("heatmap")])
