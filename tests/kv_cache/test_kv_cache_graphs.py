@@ -90,10 +90,13 @@ STEPS = {"slots": slots, "pages": pages, "appended": appended, "functions": with
 
 
 def cases(steps: dict[str, Step], makers: Iterable[str]) -> list[Any]:
-    """Returns pairs of a step and a maker; steps with functions break a graph of torch.compile."""
+    """Returns pairs of a step and a maker; steps with functions break a graph of torch.compile, which traces
+    for a strict export, too.
+    """
     compiling = ("compiled", "aot_eager")
+    more = {(name, "exported strictly") for name in steps if name != "appended"}
     return [
-        (name, maker)
+        pytest.param(name, maker, marks=pytest.mark.thorough if (name, maker) in more else ())
         for name in steps
         for maker in makers
         if maker not in compiling or "function" not in name

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import turns
 from torch import Tensor
 from torch.export import Dim, ExportedProgram, export
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
@@ -105,8 +103,17 @@ def exported(module: torch.nn.Module, *given: Any, no_grad: bool = True, **how: 
         return export(module, given, **how)
 
 
-@pytest.mark.parametrize("no_grad", [False, True], ids=["grad", "no grad"])
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize(
+    ("strict", "no_grad"),
+    [
+        (True, False),
+        (False, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in turns.chosen([(True, True), (False, False)])
+        ),
+    ],
+)
 def test_exported_programs_train(strict: bool, no_grad: bool) -> None:
     """Exported programs can be trained even if nothing required a gradient during the export."""
     module = Model(FUNCTIONS)
@@ -137,29 +144,26 @@ def test_exported_functions_hold_for_all_lengths_and_have_second_derivatives() -
 
 
 _IN_ANOTHER_PROCESS = """
-import sys, torch, selfattn_ext
-program = torch.export.load(sys.argv[1]).module()
-x = torch.load(sys.argv[2])
-results = program(x)["a function with options"]
+import torch, selfattn_ext
+program = torch.export.load("program.pt2").module()
+results = program(torch.load("x.pt"))["a function with options"]
 sum(result.sin().sum() for result in results).backward()
-torch.save([*results, *(parameter.grad for parameter in program.parameters())], sys.argv[3])
+torch.save([*results, *(parameter.grad for parameter in program.parameters())], "found.pt")
 """
 
 
-def test_another_process_trains_what_was_saved(tmp_path: Path) -> None:
+def test_another_process_trains_what_was_saved(tmp_path: Path, run_python: Callable[..., str]) -> None:
     """The other process has never compiled the function, and has none of the files that store it."""
     module = Model({name: FUNCTIONS[name] for name in ["a function with options"]})
     x = torch.randn(2, HEADS, LENGTH, WIDTH)
     torch.export.save(exported(module, x), tmp_path / "program.pt2")
     torch.save(x, tmp_path / "x.pt")
-    files = [str(tmp_path / name) for name in ("program.pt2", "x.pt", "found.pt")]
-    surroundings = {**os.environ, "SELFATTN_FUNCTION_CACHE": str(tmp_path / "functions")}
-    subprocess.run([sys.executable, "-c", _IN_ANOTHER_PROCESS, *files], check=True, env=surroundings)
+    run_python(_IN_ANOTHER_PROCESS, SELFATTN_FUNCTION_CACHE=str(tmp_path / "functions"))
     results = module(x)["a function with options"]
     total = sum(result.sin().sum() for result in results)
     assert isinstance(total, Tensor)
     expected = [*results, *torch.autograd.grad(total, list(module.parameters()))]
-    torch.testing.assert_close(torch.load(files[2]), [each.detach() for each in expected])
+    torch.testing.assert_close(torch.load(tmp_path / "found.pt"), [each.detach() for each in expected])
 
 
 def test_a_text_that_is_no_function_is_refused() -> None:

@@ -47,11 +47,13 @@ def options(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def calls(
+    dtype: torch.dtype, transposed: bool, without_options: bool = True
+) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     query, key, value = qkv(dtype, transposed)
     scores = torch.randn(2, 4, 5, 6).to(dtype)
     everything = []
-    for keywords in ({}, options(dtype)):
+    for keywords in ({}, options(dtype))[0 if without_options else 1 :]:
         out, row_max, row_sum, residual = ops.attention_forward(
             query, key, value, 0.3, need_residual=True, **keywords
         )
@@ -159,7 +161,7 @@ def test_opcheck(dtype: torch.dtype, transposed: bool) -> None:
 
 
 def test_traced_for_the_compiler_with_dynamic_shapes() -> None:
-    for operator, arguments, keywords in calls(torch.float64, False)[:-2]:
+    for operator, arguments, keywords in calls(torch.float64, False, without_options=False)[:-2]:
         torch.library.opcheck(operator, arguments, keywords, test_utils="test_aot_dispatch_dynamic")
 
 
@@ -200,11 +202,7 @@ def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (library.flex_attention_with_gradient.default, (*inputs, 0.3), {**read, **wanted}),
         (library.attention_without_gradient.default, (*qkv(torch.float64, True), 0.3), cached),
         (library.append_to_cache_without_gradient.default, *on_cache[ops.append_to_cache]),
-        (
-            library.attention_with_cache_without_gradient.default,
-            on_cache[ops.attention_with_cache][0],
-            step,
-        ),
+        (library.attention_with_cache_without_gradient.default, on_cache[ops.attention_with_cache][0], step),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {}),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {**given, **wanted}),
         (library.attention_scores_with_gradient.default, (query, key, 0.3), {}),

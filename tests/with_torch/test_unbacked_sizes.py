@@ -116,7 +116,7 @@ def outcome(module: Any, x: Tensor, keep: Tensor) -> tuple[Any, dict[str, Tensor
     return results, dict(zip(parameters, torch.autograd.grad(total, list(parameters.values())), strict=True))
 
 
-@pytest.fixture(params=["export", "strict export", "compile"])
+@pytest.fixture(params=["export", pytest.param("strict export", marks=pytest.mark.thorough), "compile"])
 def graph_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     def graph(module: torch.nn.Module, given: tuple[Tensor, ...]) -> Any:
         if request.param == "compile":
