@@ -12,7 +12,9 @@ import pytest
 import torch
 from functions import Functions, flex_attention
 from kv_cache_cases import Step
+from test_flex_functions import DTYPES
 from test_flex_sequences import HEADS, formula, learned
+from test_flex_sequences import OPTIONS as OF_SEQUENCES
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -27,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 attention_with_kvcache: Any = selfattn_ext.attention_with_kvcache
 varlen_attention: Any = selfattn_ext.varlen_attention
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: The lengths of the sequences before the step.
 LENGTHS = (3, 0, 70, 131)
 
@@ -118,14 +119,8 @@ def test_positions(offset: Any) -> None:
     check("nobody", offset, {"is_causal": True}, queries=4, new=4, page_size=16)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {"is_causal": True},
-    "window": {"window_size": (19, 0)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2])},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "scale": {"scale": 0.7},
-}
+#: The queries are the last of their sequence.
+OPTIONS = OF_SEQUENCES | {"causal": {"is_causal": True}, "window": {"window_size": (19, 0)}}
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)

@@ -18,8 +18,6 @@ from selfattn_ext.flex import kernel_calls
 varlen_attention: Any = selfattn_ext.varlen_attention
 attention_with_kvcache: Any = selfattn_ext.attention_with_kvcache
 
-BACKENDS = ("eager", "aot_eager")
-
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
@@ -47,8 +45,7 @@ def assert_same(compute: Any, leaves: list[Tensor], backend: str, *arguments: An
         assert torch.equal(one, other), index
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_flex_attention_with_options(backend: str) -> None:
+def test_flex_attention_with_options() -> None:
     query, key, value = (torch.randn(2, 4, 20, 8, requires_grad=True) for _ in range(3))
     table, bias = torch.randn(2, 20, requires_grad=True), torch.randn(20, 20, requires_grad=True)
     mask = create_block_mask(lambda b, h, q, kv: q >= kv - 3, None, None, 20, 20, device="cpu", BLOCK_SIZE=16)
@@ -60,11 +57,10 @@ def test_flex_attention_with_options(backend: str) -> None:
         )  # fmt: skip
         return [out, weights, aux.lse, aux.max_scores]
 
-    assert_same(compute, [query, key, value, table, bias], backend, query, key, value)
+    assert_same(compute, [query, key, value, table, bias], "aot_eager", query, key, value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_sequences(backend: str) -> None:
+def test_packed_sequences() -> None:
     query, key, value = (torch.randn(14, 4, 8, requires_grad=True) for _ in range(3))
     table, slopes = torch.randn(3, 40, requires_grad=True), torch.rand(4, requires_grad=True)
 
@@ -76,7 +72,7 @@ def test_packed_sequences(backend: str) -> None:
         )  # fmt: skip
 
     leaves = [query, key, value, table, slopes]
-    assert_same(compute, leaves, backend, query, key, value, torch.tensor([0, 5, 5, 14]))
+    assert_same(compute, leaves, "aot_eager", query, key, value, torch.tensor([0, 5, 5, 14]))
 
 
 @pytest.mark.parametrize("cached", ["slots", "pages"])

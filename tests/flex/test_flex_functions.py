@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gpu
@@ -30,14 +31,12 @@ def mask_of(functions: Functions, sizes: Sizes, block_size: int | tuple[int, int
     return create_block_mask(functions.mask_mod, *sizes, device=gpu.DEVICE, BLOCK_SIZE=block_size)
 
 
-def gradients(out: Tensor, given: list[Tensor], learned: list[Tensor]) -> list[Tensor]:
-    weights = torch.arange(out.size(-1)) % 5 - 1
-    found: list[Tensor] = list(
-        torch.autograd.grad((out * weights).sum(), [*given, *learned], allow_unused=True, retain_graph=True)
-    )
+def gradients(out: Tensor, given: Sequence[Tensor], learned: Sequence[Tensor] = ()) -> list[Tensor]:
+    leaves, weights = [*given, *learned], torch.arange(out.size(-1)) % 5 - 1
+    found = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True, retain_graph=True)
     return [
-        torch.zeros_like(of) if gradient is None else gradient
-        for gradient, of in zip(found, [*given, *learned], strict=True)
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(found, leaves, strict=True)
     ]
 
 
@@ -53,7 +52,7 @@ def size_of_terms(given: list[Tensor], functions: Functions, **options: Any) -> 
     scores = torch.zeros(*doubles[0].shape[:3], doubles[1].size(2), dtype=torch.float64, requires_grad=True)
     mask = scores + options.pop("attn_mask", 0.0)
     out = formula(*doubles, functions, attn_mask=mask, **options).out
-    return float(gradients(out, [scores], [])[0].abs().sum())
+    return float(gradients(out, [scores])[0].abs().sum())
 
 
 def judge(

@@ -216,7 +216,7 @@ def test_second_derivatives_are_those_of_the_formula() -> None:
 
     given = [tensor.detach()[..., :3].requires_grad_() for tensor in tensors((1, 2, 4, 5), torch.float64)]
     assert torch.autograd.gradcheck(attend, (*given, table))
-    assert torch.autograd.gradgradcheck(attend, (*given, table))
+    assert torch.autograd.gradgradcheck(attend, (*given, table), fast_mode=True)
     assert torch.autograd.gradcheck(attend, (*given, table), check_forward_ad=True, check_backward_ad=False)
     eager = torch.autograd.grad(attend(*given, table).sin().sum(), given)
     transformed = torch.func.grad(lambda *a: attend(*a, table).sin().sum(), (0, 1, 2))(*given)

@@ -32,10 +32,7 @@ READS: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "of a view": ((2 * ALL,), lambda t, b, h, q, kv: t[::2][q - kv + KEYS - 1]),
     "transposed": ((2, KEYS, QUERIES), lambda t, b, h, q, kv: t[h, kv, q]),
     "as it is": ((QUERIES, KEYS), lambda t, b, h, q, kv: t[q, kv]),
-    "two": (
-        (2, ALL),
-        lambda t, b, h, q, kv: t[0, q - kv + KEYS - 1] * torch.sigmoid(t[1, q - kv]) + t[h, q],
-    ),
+    "two": ((2, ALL), lambda t, b, h, q, kv: t[0, q - kv + KEYS - 1] * torch.sigmoid(t[1, q - kv]) + t[h, q]),
     "both": ((QUERIES, ALL), lambda t, b, h, q, kv: t[q, q - kv + KEYS - 1]),
 }
 

@@ -36,9 +36,6 @@ def attend(folder, copies=1, sign=1, **variables):
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
 folder = pathlib.Path(sys.argv[1], "functions")
-"""
-
-SHARED = """
 print(attend(folder, copies=2))
 (library,) = folder.glob("*.so")
 written = library.stat().st_mtime_ns
@@ -46,12 +43,8 @@ print(attend(folder), library.stat().st_mtime_ns == written)
 (folder / "file").touch()
 print(attend(folder / "file" / "below"))
 print(attend(folder, CXX="no_such"), attend(folder, CXX="no_such", sign=-1))
-"""
 
-# After the first compilation, a program that already has the library stands in for the compiler.
-DAMAGED = """
-print(attend(folder))
-(library,) = folder.glob("*.so")
+# From here on a program that already has the library stands in for the compiler.
 whole, copy = library.read_bytes(), pathlib.Path(sys.argv[1], "copy.so")
 copy.write_bytes(whole[:-64])
 version = os.popen("c++ --version").read()
@@ -69,9 +62,7 @@ for damaged in (whole[:middle], b"", whole[:99] + bytes(len(whole) - 99), whole[
     print(attend(folder, CXX=str(quick)), library.read_bytes() == whole)
 (folder / "compiler.txt").write_bytes(b"\\xff\\xfe garbled")
 print(attend(folder, CXX="no_such"))
-"""
 
-DELETED = """
 os.chdir(sys.argv[1])
 os.environ["SELFATTN_FUNCTION_CACHE"] = "functions"
 def attend_here(function):
@@ -84,28 +75,31 @@ print(len(list(folder.glob("*.so"))))
 """
 
 
-def printed(script: str, folder: Path) -> list[str]:
-    command = [sys.executable, "-c", SCRIPT + script, str(folder)]
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Returns what the script prints, which takes seconds to import torch and to compile."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("function_cache"))]
     return subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout.splitlines()
 
 
-def test_processes_share_what_one_has_compiled(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("function_cache")
+def test_processes_share_what_one_has_compiled(printed: list[str]) -> None:
     """Two processes compile at once; one comes later; one has a folder that cannot be written. Two have no
     compiler: one finds its function in the folder, the other does not.
     """
-    lines = printed(SHARED, tmp_path)
-    assert lines == ["[32, 32]", "[32] True", "[32]", "[32] [7]"]
+    assert printed[:4] == ["[32, 32]", "[32] True", "[32]", "[32] [7]"]
 
 
-def test_what_is_damaged_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("function_cache")
+def test_what_is_damaged_is_replaced(printed: list[str]) -> None:
     """torch computes where a file cannot be replaced: without a compiler, or if it makes nothing."""
-    lines = printed(DAMAGED, tmp_path)
-    assert lines == ["[32]", *(["[7] [7] True", "[32] True"] * 5), "[7]"]
+    assert printed[4:-3] == [*(["[7] [7] True", "[32] True"] * 5), "[7]"]
 
 
-def test_deleted_while_a_process_runs(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("function_cache")
+def test_deleted_while_a_process_runs(printed: list[str]) -> None:
     """This holds even if the folder's path is relative and the process changes its directory."""
-    assert printed(DELETED, tmp_path) == ["32", "32", "1"]
+    assert printed[-3:] == ["32", "32", "1"]
 
 
 def test_code_of_cuda_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,10 +50,7 @@ switch (wanted / {at_once}) {{
 
 
 class _Tensor(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("data", "size", "stride")),
-        ("rank", ctypes.c_int64),
-    ]
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("data", "size", "stride")), ("rank", ctypes.c_int64)]
 
 
 class _Inputs(ctypes.Structure):
