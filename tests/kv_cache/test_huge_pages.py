@@ -54,11 +54,7 @@ class TestAsked:
         assert not any(asked_for(tensor) for tensor in [*cache.keys, *cache.values])
 
     def test_neighbours_are_left_alone(self):
-        before, asked, after = (
-            torch.empty(MANY),
-            huge_pages.empty(MANY, torch.float32),
-            torch.empty(MANY),
-        )
+        before, asked, after = (torch.empty(MANY), huge_pages.empty(MANY, torch.float32), torch.empty(MANY))
         assert [asked_for(tensor) for tensor in (before, asked, after)] == [False, True, False]
 
 

@@ -48,17 +48,7 @@ def option(name: str, batch: int, queries: int, keys: int, dtype: torch.dtype) -
     return {}
 
 
-OPTIONS = (
-    "plain",
-    "bool mask",
-    "float mask",
-    "key mask",
-    "window",
-    "softcap",
-    "sinks",
-    "slopes",
-    "dropout",
-)
+OPTIONS = ("plain", "bool mask", "float mask", "key mask", "window", "softcap", "sinks", "slopes", "dropout")
 
 
 class Cache:
@@ -116,11 +106,12 @@ def check_pages(cache: Cache, page_size: int, name: str, causal: bool) -> None:
     options |= {"is_causal": causal, "query_offsets": cache.offsets, "seqlens_k": cache.lengths}
     contiguous = run(cache.query, cache.key, cache.value, **options)
     assert not contiguous["out"].isnan().any()
-    heads_inside = [
-        tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (cache.key, cache.value)
-    ]
-    for field, found in run(cache.query, *heads_inside, **options).items():
-        assert torch.equal(found, contiguous[field]), f"{field}, {name}, heads inside"
+    if page_size == 16:  # once for all sizes
+        heads_inside = [
+            tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (cache.key, cache.value)
+        ]
+        for field, found in run(cache.query, *heads_inside, **options).items():
+            assert torch.equal(found, contiguous[field]), f"{field}, {name}, heads inside"
     for inside in (False, True):
         key, value, table = cache.pages(page_size, inside)
         most = table.shape[1] * page_size
@@ -166,12 +157,15 @@ def check_dtypes(page_size: int, queries: int, kernel: str, turn: int) -> None:
         check_pages(Cache(queries, dtype, lengths), page_size, name, causal)
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16, 33, 64, 257])
-def test_heads_in_turn(page_size: int, isa: str, one_thread: None) -> None:
-    """With enough heads and work, decoding works on several heads at a time, by steps of small pages."""
-    for queries, dtype in itertools.product((1, 4), (torch.float32, torch.bfloat16)):
-        for name in ("plain", "window", "bool mask"):
-            check_pages(Cache(queries, dtype, kv_heads=4), page_size, name, causal=queries > 1)
+@pytest.mark.parametrize(("number", "page_size"), [*enumerate((1, 7, 16, 33, 64, 257))])
+def test_heads_in_turn(number: int, page_size: int, isa: str, one_thread: None) -> None:
+    """With enough heads and work, decoding works on several heads at a time, by steps of small pages. Each
+    page size meets each option.
+    """
+    names = ("plain", "window", "bool mask")
+    cases = itertools.product((1, 4), (torch.float32, torch.bfloat16))
+    for place, (queries, dtype) in enumerate(cases, number):
+        check_pages(Cache(queries, dtype, kv_heads=4), page_size, names[place % 3], causal=queries > 1)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -182,7 +176,9 @@ def test_every_option(name: str, isa: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "dropout"])
 def test_an_element_has_the_bits_that_it_has_alone(name: str, isa: str) -> None:
-    for queries, dtype in itertools.product((1, 4, 33), (torch.float32, torch.bfloat16, torch.float16)):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for place, queries in enumerate((1, 4, 33), OPTIONS.index(name)):
+        dtype = dtypes[place % 3]
         cache = Cache(queries, dtype)
         options = option(name, len(LENGTHS), queries, cache.key.shape[2], dtype)
         joint = run(

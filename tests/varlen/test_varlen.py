@@ -1,4 +1,4 @@
-"""Packed sequences: every option, the bits of single calls, and the packing."""
+"""Packed sequences: every option, and the packing."""
 
 from __future__ import annotations
 
@@ -96,48 +96,6 @@ def test_options(case: VarlenCase) -> None:
         with forced(kernel):
             ours = case.run(tensors)
             judge.assert_accurate(ours | gradients(ours, cotangents, tensors))
-
-
-def alone(case: VarlenCase, tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Returns the tensors of one sequence as a batch of one."""
-    before = [case.sequences[i] for i in range(index)]
-    queries, keys = case.sequences[index]
-    first_query, first_key = (sum(lengths) for lengths in zip(*before, strict=True)) if before else (0, 0)
-    rows = {"query": (first_query, queries), "key": (first_key, keys), "value": (first_key, keys)}
-    parts = {
-        name: tensors[name].detach()[first : first + count].transpose(0, 1).unsqueeze(0).requires_grad_()
-        for name, (first, count) in rows.items()
-    }
-    if "attn_mask" in tensors:
-        parts["attn_mask"] = reference._mask_of_sequence(tensors["attn_mask"].detach(), index, queries, keys)
-    for name in ("alibi_slopes", "sinks"):
-        if name in tensors:
-            parts[name] = reference._numbers_of_sequence(tensors[name].detach(), index)
-    return parts
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sequence_gets_the_bits_that_it_gets_alone(dtype: torch.dtype, device: str) -> None:
-    case = replace(MIXED, dtype=dtype, device=device, dropout_p=0.0, mask=None, weights=False, lse=False)
-    tensors = case.inputs()
-    ours = case.run(tensors)
-    cotangents = cotangents_of(ours, 0)
-    grads = gradients(ours, cotangents, tensors)
-    first = {"query": 0, "key": 0}
-    for index, (queries, keys) in enumerate(case.sequences):
-        parts = alone(case, tensors, index)
-        out = scaled_dot_product_attention(
-            **parts, is_causal=True, query_offset=case.offsets[index], enable_gqa=True
-        )
-        rows = slice(first["query"], first["query"] + queries), slice(first["key"], first["key"] + keys)
-        assert torch.equal(ours["out"][rows[0]], out[0].transpose(0, 1))
-        of_out = cotangents["out"][rows[0]].transpose(0, 1).unsqueeze(0)
-        expected = torch.autograd.grad(out, [parts[name] for name in ("query", "key", "value")], of_out)
-        for name, row, grad in zip(
-            ("query", "key", "value"), (rows[0], rows[1], rows[1]), expected, strict=True
-        ):
-            assert torch.equal(grads[f"grad of {name}"][row], grad[0].transpose(0, 1)), (index, name)
-        first = {"query": rows[0].stop, "key": rows[1].stop}
 
 
 def test_dropout_drops_what_a_padded_call_drops() -> None:
@@ -271,17 +229,6 @@ def test_gradcheck_of_both_orders(options: dict[str, Any]) -> None:
     function, points = case.as_function()
     assert torch.autograd.gradcheck(function, points)
     assert torch.autograd.gradgradcheck(function, points)
-
-
-def test_two_runs_and_other_thread_counts_give_the_same_bits(one_thread: None) -> None:
-    outcomes = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        tensors = MIXED.inputs()
-        results = MIXED.run(tensors)
-        outcomes.append([*results.values(), *gradients(results, cotangents_of(results, 1), tensors).values()])
-    for other in outcomes[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
 
 def test_the_reference_is_the_formula_of_each_sequence() -> None:

@@ -200,12 +200,7 @@ def operator_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], dict[
         for heads, width in ((4, 8), (2, 8), (2, 3))
     )
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    packing = {
-        "cu_seqlens_q": offsets,
-        "cu_seqlens_k": offsets,
-        "max_seqlen_q": 7,
-        "max_seqlen_k": 8,
-    }
+    packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 7, "max_seqlen_k": 8}
     rich = {
         **packing,
         "query_offsets": index(0, 1, 2),
