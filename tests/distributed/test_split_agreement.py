@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import selfattn_ext
 from selfattn_ext import distributed
@@ -149,50 +150,80 @@ def cached() -> None:
     cache.attend(0, X, X, X)
 
 
+def torchs_flex() -> None:
+    with selfattn_ext.as_flex():
+        torch_flex(X, X, X)
+
+
 def rotary() -> None:
     layer = selfattn_ext.MultiheadAttention(16, 2, rotary=True, batch_first=True)
     layer(*3 * (torch.zeros(1, 8, 16),), need_weights=False)
 
 
-def block_calls() -> dict[str, tuple[Call, str]]:
-    """Returns wrong calls in a block of context_parallel, named by their mistakes."""
+def calls_that_cannot_be_split() -> dict[str, tuple[Call, str]]:
+    """Returns calls that would take a part for the whole sequence, and what their errors say."""
     attention, varlen = selfattn_ext.scaled_dot_product_attention, selfattn_ext.varlen_attention
     packed = (ROWS, ROWS, ROWS, STARTS)
     found: dict[str, tuple[Call, str]] = {
-        "weights": (lambda: attention(X, X, X, return_weights=True), "returns its weights cannot be split"),
-        "attention_weights": (lambda: selfattn_ext.attention_weights(X, X), "cannot be split"),
-        "attention_scores": (lambda: selfattn_ext.attention_scores(X, X), "cannot be split"),
-        "masked_softmax": (lambda: selfattn_ext.masked_softmax(X), "cannot be split"),
+        "weights": (
+            lambda: attention(X, X, X, return_weights=True),
+            "attention that returns its weights cannot be split",
+        ),
+        "attention_weights": (
+            lambda: selfattn_ext.attention_weights(X, X),
+            "attention_weights cannot be split",
+        ),
+        "attention_scores": (lambda: selfattn_ext.attention_scores(X, X), "attention_scores cannot be split"),
+        "masked_softmax": (lambda: selfattn_ext.masked_softmax(X), "masked_softmax cannot be split"),
         "flex": (lambda: selfattn_ext.flex_attention(X, X, X), "flex_attention cannot be split"),
+        "torch's flex": (torchs_flex, "flex_attention cannot be split"),
         "caches": (
             lambda: selfattn_ext.attention_with_kvcache(X, X, X, cache_seqlens=8),
             "attention_with_kvcache cannot be split",
         ),
         "KVCache": (cached, "KVCache.attend cannot be split"),
         "rotary": (rotary, "counts rotary positions itself cannot be split"),
-        "CausalBias": (lambda: attention(X, X, X, causal_lower_right(8, 8)), "a CausalBias, .* cannot be"),
+        "CausalBias": (
+            lambda: attention(X, X, X, causal_lower_right(8, 8)),
+            "a CausalBias, which is made for the lengths of parts, cannot be split",
+        ),
         "needed weights": (
             lambda: nn.MultiheadAttention(16, 2)(*3 * (torch.zeros(8, 16),)),
-            "need_weights=True cannot be split",
+            "with need_weights=True cannot be split",
         ),
+        "packed lengths": (
+            lambda: varlen(*packed, OTHERS, 16, 8),
+            "different lengths of queries and keys cannot be split",
+        ),
+        "packed mask": (
+            lambda: varlen(*packed, STARTS, 16, 16, torch.zeros(16, 16)),
+            "varlen_attention with attn_mask, which ring_varlen_attention takes, cannot be split",
+        ),
+        "packed weights": (
+            lambda: varlen(*packed, STARTS, 16, 16, return_weights=True),
+            "returns its weights cannot be split",
+        ),
+    }
+    return {what: (partial(in_a_block, call), own) for what, (call, own) in found.items()}
+
+
+def block_calls() -> dict[str, tuple[Call, str]]:
+    """Returns wrong calls in a block of context_parallel, named by their mistakes."""
+    attention, varlen = selfattn_ext.scaled_dot_product_attention, selfattn_ext.varlen_attention
+    found: dict[str, tuple[Call, str]] = {
         "multi-head": (
             lambda: nn.MultiheadAttention(16, 2)(*3 * (torch.zeros(8, 12),), need_weights=False),
             "expecting embedding dimension of 16, but got 12",
         ),
         "no tensor": (lambda: attention(X, X, None), "value must be a torch.Tensor"),
         "mask of a part": (lambda: attention(X, X, X, torch.zeros(7, 16)), "this rank's 8 rows"),
-        "packed lengths": (lambda: varlen(*packed, OTHERS, 16, 8), "different lengths of queries and keys"),
-        "packed mask": (lambda: varlen(*packed, STARTS, 16, 16, torch.zeros(16, 16)), "with attn_mask"),
-        "packed weights": (
-            lambda: varlen(*packed, STARTS, 16, 16, return_weights=True),
-            "returns its weights cannot be split",
-        ),
         "a part's rows": (
-            lambda: varlen(ROWS[1:], *packed[1:], STARTS, 16, 16),
+            lambda: varlen(ROWS[1:], ROWS, ROWS, STARTS, STARTS, 16, 16),
             "rank 1 has 7 rows of query",
         ),
     }
-    return {what: (partial(in_a_block, call), own) for what, (call, own) in found.items()}
+    others = {what: (partial(in_a_block, call), own) for what, (call, own) in found.items()}
+    return calls_that_cannot_be_split() | others
 
 
 def in_a_block(call: Call) -> Any:

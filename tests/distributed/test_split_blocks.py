@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import ranks
+from test_split_agreement import calls_that_cannot_be_split
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
 import selfattn_ext
@@ -145,7 +144,8 @@ def packed(layout: Any) -> None:
     expected = selfattn_ext.varlen_attention(rows, rows, rows, *call, is_causal=True)
     own = shard_sequence(rows, 0, layout=layout, cu_seqlens=starts)
     torch._dynamo.reset()
-    for function in (selfattn_ext.varlen_attention, torch.compile(selfattn_ext.varlen_attention)):
+    compiled = torch.compile(selfattn_ext.varlen_attention, backend="aot_eager")
+    for function in (selfattn_ext.varlen_attention, compiled):
         torch.manual_seed(2)
         with context_parallel(layout=layout):
             found = function(own, own, own, *call, is_causal=True)
@@ -158,74 +158,17 @@ def test_packed_sequences(layout: str) -> None:
 
 
 X = torch.zeros(1, 2, 8, 8)
-STARTS = torch.tensor([0, 16], dtype=torch.int32)
-OTHERS = torch.tensor([0, 8, 16], dtype=torch.int32)
-ROWS = torch.zeros(8, 2, 8)
-CACHE = selfattn_ext.KVCache(layers=1, sequences=1, kv_heads=2, head_dim=8, capacity=64)
-
-
-def to_a_cache() -> None:
-    CACHE.extend(8)
-    CACHE.attend(0, X, X, X)
-
-
-def torchs_flex() -> None:
-    with selfattn_ext.as_flex():
-        torch_flex(X, X, X)
-
-
-def rotary_layer() -> None:
-    layer = selfattn_ext.MultiheadAttention(16, 2, rotary=True, batch_first=True)
-    layer(torch.zeros(1, 8, 16), torch.zeros(1, 8, 16), torch.zeros(1, 8, 16), need_weights=False)
-
-
-#: name -> (call that would take a part for the whole sequence, what the error says).
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "weights": (lambda: selfattn_ext.attention_weights(X, X), "attention_weights cannot be split"),
-    "scores": (lambda: selfattn_ext.attention_scores(X, X), "attention_scores cannot be split"),
-    "softmax": (lambda: selfattn_ext.masked_softmax(X), "masked_softmax cannot be split"),
-    "flex": (lambda: selfattn_ext.flex_attention(X, X, X), "flex_attention cannot be split"),
-    "torch's flex": (torchs_flex, "flex_attention cannot be split"),
-    "cache": (
-        lambda: selfattn_ext.attention_with_kvcache(X, X, X, cache_seqlens=8),
-        "attention_with_kvcache cannot be split",
-    ),
-    "KVCache": (to_a_cache, "KVCache.attend cannot be split"),
-    "rotary": (rotary_layer, "counts rotary positions itself cannot be split"),
-    "returned weights": (
-        lambda: selfattn_ext.scaled_dot_product_attention(X, X, X, return_weights=True),
-        "attention that returns its weights cannot be split",
-    ),
-    "needed weights": (
-        lambda: nn.MultiheadAttention(16, 2)(*3 * (torch.zeros(8, 16),)),
-        "with need_weights=True cannot be split",
-    ),
-    "CausalBias": (
-        lambda: selfattn_ext.scaled_dot_product_attention(X, X, X, causal_lower_right(8, 8)),
-        "a CausalBias, which is made for the lengths of parts, cannot be split",
-    ),
-    "unlike lengths": (
-        lambda: selfattn_ext.varlen_attention(ROWS, ROWS, ROWS, STARTS, OTHERS, 16, 8),
-        "different lengths of queries and keys cannot be split",
-    ),
-    "packed mask": (
-        lambda: selfattn_ext.varlen_attention(
-            ROWS, ROWS, ROWS, STARTS, STARTS, 16, 16, torch.ones(16, 16, dtype=torch.bool)
-        ),
-        "varlen_attention with attn_mask, which ring_varlen_attention takes, cannot be split",
-    ),
-}
 
 
 def refused(name: str) -> None:
-    with context_parallel():
-        REFUSED[name][0]()
+    calls_that_cannot_be_split()[name][0]()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", calls_that_cannot_be_split())
 def test_what_cannot_be_split(name: str) -> None:
+    """Here all ranks make the call; test_split_agreement.py has one rank that makes it."""
     for outcome in ranks(2).outcomes(refused, name):
-        with pytest.raises(NotImplementedError, match=REFUSED[name][1]):
+        with pytest.raises(NotImplementedError, match=calls_that_cannot_be_split()[name][1]):
             raise outcome
 
 
