@@ -98,12 +98,7 @@ print("the same")
 
 @pytest.mark.parametrize(
     ("script", "how"),
-    [
-        (DATA_PARALLEL, "eager"),
-        (DATA_PARALLEL, "compiled"),
-        (SHARDED, "eager"),
-        (SHARDED, "bfloat16"),
-    ],
+    [(DATA_PARALLEL, "eager"), (DATA_PARALLEL, "compiled"), (SHARDED, "eager"), (SHARDED, "bfloat16")],
     ids=["data parallel", "data parallel, compiled", "sharded", "sharded, bfloat16"],
 )
 def test_two_processes(script: str, how: str, run_python: Callable[..., str], tmp_path: Path) -> None:

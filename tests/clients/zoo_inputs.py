@@ -205,10 +205,7 @@ def _series(name: str, config: Any) -> Ways:
 
 def _boxes(name: str, config: Any) -> Ways:
     corners = torch.tensor([10, 20, 30, 40]) + torch.arange(LENGTH)[:, None]
-    return [
-        lambda: corners.expand(BATCH, LENGTH, 4).clone(),
-        lambda: random(BATCH, LENGTH, 8) * 0.1,
-    ]
+    return [lambda: corners.expand(BATCH, LENGTH, 4).clone(), lambda: random(BATCH, LENGTH, 8) * 0.1]
 
 
 def _exactly(value: Callable[[Any], Any]) -> Callable[[str, Any], Ways]:

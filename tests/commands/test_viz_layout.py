@@ -99,7 +99,15 @@ DRAWN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
+#: Pictures of many cells or pictures, where others of their kind have fewer.
+LARGE = ("12 heads", "heads of sixty", "heads without words", "characters", "one of sixty", "a large mask")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in DRAWN if name not in LARGE]
+    + [pytest.param(name, marks=pytest.mark.thorough) for name in LARGE],
+)
 def test_all_texts_are_inside_the_picture_and_apart(name: str) -> None:
     drawing = DRAWN[name]()
     figure = getattr(drawing, "figure", drawing)
@@ -121,7 +129,7 @@ def test_all_texts_are_inside_the_picture_and_apart(name: str) -> None:
     assert max(inside.x0, inside.y0, width - inside.x1, height - inside.y1) < 0.2
 
 
-@pytest.mark.parametrize(("heads", "empty"), [(5, 1), (7, 1), (8, 0), (10, 2)])
+@pytest.mark.parametrize(("heads", "empty"), [(5, 1), (8, 0), (10, 2)])
 def test_grids_are_close_and_have_few_empty_places(heads: int, empty: int) -> None:
     figure = viz.plot_heads(weights(heads, 9, 9), WORDS)
     boxes = [ax.get_window_extent() for ax in pictures(figure)]
