@@ -15,6 +15,8 @@ from selfattn_ext.bench.derivatives import CONTENDERS, FORMULA, OPERATOR, PLAIN,
 from selfattn_ext.bench.measure import Session
 from selfattn_ext.bench.timer import Effort
 
+pytestmark = pytest.mark.usefixtures("nothing_is_collected")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -20,6 +20,8 @@ from selfattn_ext.bench.contenders import TORCH
 from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 
+pytestmark = pytest.mark.usefixtures("nothing_is_collected")
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MODULES = ("tables", "peers", "picture", "classes", "class_table")
 MOMENT = timer.Effort(seconds=0.0, min_rounds=1)

@@ -16,6 +16,8 @@ from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.measure import contenders_for, measure
 from selfattn_ext.bench.varlen import VarlenCase
 
+pytestmark = pytest.mark.usefixtures("nothing_is_collected")
+
 PACKED = VarlenCase.of((40, 70, 3, 21), 4, 16)
 CACHED = CacheCase.of((40, 90, 1, 32), 4, 16)
 VARLEN = [

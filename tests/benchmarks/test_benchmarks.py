@@ -22,6 +22,8 @@ from selfattn_ext.bench.measure import Outcome, Row, measure
 from selfattn_ext.commands.cli import main
 from selfattn_ext.terminal import CommandError
 
+pytestmark = pytest.mark.usefixtures("nothing_is_collected")
+
 MOMENT = timer.Effort(seconds=0.0, min_rounds=3)
 SMALL = Case(2, 4, 70, 16)
 VARIANTS = [
