@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -98,3 +99,15 @@ def group_of(count: int, timeout: float = TIMEOUT) -> Iterator[Processes]:
 def ranks(count: int) -> Processes:
     """Returns ``count`` ranks that tests of one process share, because starting ranks takes seconds."""
     return Processes(count, Path(tempfile.mkdtemp()))
+
+
+def both_raise(
+    error: type[Exception] | tuple[type[Exception], ...],
+    says: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+) -> None:
+    """Asserts that a function raises such an error on each of two ranks."""
+    for outcome in ranks(2).outcomes(function, *arguments):
+        with pytest.raises(error, match=says):
+            raise outcome

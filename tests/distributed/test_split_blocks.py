@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import ranks
+from processes import both_raise, ranks
 from test_split_agreement import calls_that_cannot_be_split
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -167,9 +167,7 @@ def refused(name: str) -> None:
 @pytest.mark.parametrize("name", calls_that_cannot_be_split())
 def test_what_cannot_be_split(name: str) -> None:
     """Here all ranks make the call; test_split_agreement.py has one rank that makes it."""
-    for outcome in ranks(2).outcomes(refused, name):
-        with pytest.raises(NotImplementedError, match=calls_that_cannot_be_split()[name][1]):
-            raise outcome
+    both_raise(NotImplementedError, calls_that_cannot_be_split()[name][1], refused, name)
 
 
 def compiled(call: Callable[[Tensor, nn.Module], Tensor]) -> None:
@@ -208,9 +206,7 @@ def compiled_and_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["whole", "switch", "weights"])
 def test_what_is_compiled_and_cannot_be_split(name: str) -> None:
     says = r"cannot be split over processes|asks them whether they make the same call"
-    for outcome in ranks(2).outcomes(compiled_and_refused, name):
-        with pytest.raises(Exception, match=says):
-            raise outcome
+    both_raise(Exception, says, compiled_and_refused, name)
 
 
 def mask_of_a_part() -> None:
@@ -219,9 +215,7 @@ def mask_of_a_part() -> None:
 
 
 def test_a_mask_of_a_part() -> None:
-    for outcome in ranks(2).outcomes(mask_of_a_part):
-        with pytest.raises(ValueError, match=r"attn_mask of shape .* the keys of all ranks"):
-            raise outcome
+    both_raise(ValueError, r"attn_mask of shape .* the keys of all ranks", mask_of_a_part)
 
 
 def recomputed_outside() -> None:
@@ -232,9 +226,7 @@ def recomputed_outside() -> None:
 
 
 def test_what_is_recomputed_outside_is_refused() -> None:
-    for outcome in ranks(2).outcomes(recomputed_outside):
-        with pytest.raises(torch.utils.checkpoint.CheckpointError):
-            raise outcome
+    both_raise(torch.utils.checkpoint.CheckpointError, "", recomputed_outside)
 
 
 def wrong_arguments(how: dict[str, Any]) -> None:
@@ -251,9 +243,7 @@ def wrong_arguments(how: dict[str, Any]) -> None:
     ids=str,
 )
 def test_wrong_arguments(how: dict[str, Any], message: str) -> None:
-    for outcome in ranks(2).outcomes(wrong_arguments, how):
-        with pytest.raises((ValueError, TypeError), match=message):
-            raise outcome
+    both_raise((ValueError, TypeError), message, wrong_arguments, how)
 
 
 def outside() -> Tensor:

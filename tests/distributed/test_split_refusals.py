@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import group_of, ranks
+from processes import both_raise, group_of, ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from selfattn_ext import distributed, scaled_dot_product_attention
@@ -54,17 +54,13 @@ def unlike_call(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("what", UNLIKE)
 def test_unlike_calls(what: str, name: str) -> None:
     options, message = UNLIKE[what]
-    for outcome in ranks(2).outcomes(unlike_call, name, options):
-        with pytest.raises(ValueError, match=message):
-            raise outcome
+    both_raise(ValueError, message, unlike_call, name, options)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_default_on_the_other_rank(name: str) -> None:
     """Whichever rank leaves an option out, the error names the values of both."""
-    for outcome in ranks(2).outcomes(causal_on_rank_0, name):
-        with pytest.raises(ValueError, match=r"is_causal is True on rank 0 and False on rank 1"):
-            raise outcome
+    both_raise(ValueError, r"is_causal is True on rank 0 and False on rank 1", causal_on_rank_0, name)
 
 
 def causal_on_rank_0(name: str) -> Any:
@@ -104,9 +100,7 @@ def unlike_parts(what: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("what", UNLIKE_PARTS)
 def test_unlike_parts(what: str) -> None:
-    for outcome in ranks(2).outcomes(unlike_parts, what):
-        with pytest.raises(ValueError, match=UNLIKE_PARTS[what][2]):
-            raise outcome
+    both_raise(ValueError, UNLIKE_PARTS[what][2], unlike_parts, what)
 
 
 def unlike_functions() -> Any:
@@ -127,9 +121,7 @@ def without_gradients_on_rank_1() -> Any:
     ],
 )
 def test_unlike_ways(function: Any, message: str) -> None:
-    for outcome in ranks(2).outcomes(function):
-        with pytest.raises(ValueError, match=message):
-            raise outcome
+    both_raise(ValueError, message, function)
 
 
 def in_a_part_of_the_ranks(options: dict[str, Any]) -> str:
@@ -204,9 +196,7 @@ def wrong_call(name: str, options: dict[str, Any]) -> Any:
     ids=str,
 )
 def test_wrong_calls(name: str, options: dict[str, Any], message: str) -> None:
-    for outcome in ranks(2).outcomes(wrong_call, name, options):
-        with pytest.raises((ValueError, TypeError), match=message):
-            raise outcome
+    both_raise((ValueError, TypeError), message, wrong_call, name, options)
 
 
 def part_of_a_dtensor(name: str) -> Any:
@@ -216,9 +206,7 @@ def part_of_a_dtensor(name: str) -> Any:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_dtensors(name: str) -> None:
-    for outcome in ranks(2).outcomes(part_of_a_dtensor, name):
-        with pytest.raises(TypeError, match=r"query must be this rank's part, .* got a DTensor"):
-            raise outcome
+    both_raise(TypeError, r"query must be this rank's part, .* got a DTensor", part_of_a_dtensor, name)
 
 
 def mesh_of_two_dimensions() -> Any:
@@ -227,9 +215,7 @@ def mesh_of_two_dimensions() -> Any:
 
 
 def test_a_mesh_of_two_dimensions() -> None:
-    for outcome in ranks(2).outcomes(mesh_of_two_dimensions):
-        with pytest.raises(ValueError, match=r"group must be a mesh of one dimension, but it has 2"):
-            raise outcome
+    both_raise(ValueError, r"group must be a mesh of one dimension, but it has 2", mesh_of_two_dimensions)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -247,9 +233,7 @@ def second_derivative() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    for outcome in ranks(2).outcomes(second_derivative):
-        with pytest.raises(RuntimeError, match=r"ring_attention has first derivatives only"):
-            raise outcome
+    both_raise(RuntimeError, r"ring_attention has first derivatives only", second_derivative)
 
 
 def leave_others_waiting(name: str, how: str) -> float:
@@ -306,9 +290,7 @@ def one_group_twice(name: str) -> None:
     ],
 )
 def test_meshes_that_do_not_fit(name: str, message: str) -> None:
-    for outcome in ranks(2).outcomes(one_group_twice, name):
-        with pytest.raises(ValueError, match=message):
-            raise outcome
+    both_raise(ValueError, message, one_group_twice, name)
 
 
 def there_and_back(length: int, dim: int, layout: Any) -> None:

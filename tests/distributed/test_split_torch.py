@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import ranks
+from processes import both_raise, ranks
 from tolerances import assert_accurate
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -149,9 +149,7 @@ def masked_on_rank_1() -> None:
     ids=["dropout", "mask", "mask of one rank"],
 )
 def test_what_is_refused(function: Any, arguments: tuple[Any, ...], message: str) -> None:
-    for outcome in ranks(2).outcomes(function, *arguments):
-        with pytest.raises(ValueError, match=message):
-            raise outcome
+    both_raise(ValueError, message, function, *arguments)
 
 
 def sharded(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs: bool) -> None:
@@ -217,9 +215,7 @@ def with_dropout() -> None:
 
 
 def test_dropout_of_dtensors_is_refused() -> None:
-    for outcome in ranks(2).outcomes(with_dropout):
-        with pytest.raises((ValueError, RuntimeError), match=r"dropout|mixed torch.Tensor and DTensor"):
-            raise outcome
+    both_raise((ValueError, RuntimeError), r"dropout|mixed torch.Tensor and DTensor", with_dropout)
 
 
 def test_modules_that_moved_have_their_old_names() -> None:
