@@ -32,7 +32,14 @@ def check_training(script: str, given: list[str]) -> None:
     assert losses[-1] < 1.5
 
 
-@pytest.mark.parametrize("how", [["--backend", "eager"], ["--no-compile", "--dtype", "float32"]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(["--backend", "eager"], marks=pytest.mark.thorough),
+        ["--no-compile", "--dtype", "float32"],
+    ],
+    ids=str,
+)
 def test_train_gpt(
     how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
 ) -> None:

@@ -204,7 +204,7 @@ def test_dropout_is_that_of_the_packed_call() -> None:
     assert torch.equal(heads(out).values(), expected)
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_one_graph(known: bool) -> None:
     """One graph suffices even if the longest length is not known, which a graph cannot read."""
 

@@ -79,13 +79,13 @@ def outcome(module: Any, x: Tensor) -> list[Tensor]:
     return [*results, *torch.autograd.grad(total, list(module.parameters()))]
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-@pytest.mark.parametrize("name", VMAPS)
-def test_exported_vmap_trains(name: str, strict: bool) -> None:
+@pytest.mark.parametrize(("number", "name"), enumerate(VMAPS))
+def test_exported_vmap_trains(number: int, name: str) -> None:
+    """Every second one is exported strictly."""
     torch._dynamo.reset()
     module, x = Model(VMAPS[name]), torch.randn(3, 2, 4, 5, 8)
     with torch.no_grad():
-        program = export(module, (x,), strict=strict).module()
+        program = export(module, (x,), strict=number % 2 == 1).module()
     torch.testing.assert_close(outcome(program, x), outcome(module, x))
 
 
