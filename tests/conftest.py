@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import isa_shares
 import modules
 import pytest
 import torch
@@ -40,7 +41,10 @@ LONGEST = ("test_emulated_kernels.py", "test_jit.py", "test_emulated_engine.py",
 QUICK = ("test_functional.py", "test_edge_cases.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before "-m" looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if gpu.DEVICE == "cpu" and len(ISAS) > 2:
+        isa_shares.mark(items, ISAS[1:])
     rank = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, 0))
     if items and items[0].path.name in LONGEST:
@@ -67,7 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"cpu_only(reason): left out with {gpu.DEVICE_VARIABLE}=cuda")
     if gpu.DEVICE != "cpu" and (reason := gpu.missing()) is not None:
         pytest.exit(f"{gpu.DEVICE_VARIABLE}={gpu.DEVICE}: this run {reason}", returncode=1)
-    # The processes of pytest-xdist share the processors, and threads that wait for each other only spin.
+    # The processes of pytest-xdist share the processors. A thread that spins while it waits for another one
+    # holds the processor that the other needs. libgomp reads the variable once, when torch is imported.
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the processes that tests start
@@ -92,9 +99,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadCaseScheduling(config, log)
 
 
+# Without a GPU, torch.manual_seed records the stack for later, which takes longer than all other fixtures.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    torch.manual_seed(0)
+    _seed(0)
 
 
 #: The instruction sets that tests run on, best first.
