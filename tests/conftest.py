@@ -43,8 +43,8 @@ QUICK = ("test_functional.py", "test_edge_cases.py")
 
 @pytest.hookimpl(tryfirst=True)  # before "-m" looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if gpu.DEVICE == "cpu" and len(ISAS) > 2:
-        isa_shares.mark(items, ISAS[1:])
+    if gpu.DEVICE == "cpu" and len(ISAS) > 1:
+        isa_shares.mark(items, [*ISAS[1:], "loops"])
     rank = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, 0))
     if items and items[0].path.name in LONGEST:

@@ -34,7 +34,7 @@ EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
 #: Modules of the suite, and which of their tests run here; one process runs all of them.
 CHOSEN = {
     "test_declared_options.py": "amx",
-    "test_flex_blocks.py": "every_kind and amx and (bfloat16 or 96)",
+    "test_flex_blocks.py": "every_kind and amx and bfloat16",
     "test_flex_options.py": "statistics",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",

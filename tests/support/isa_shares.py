@@ -1,71 +1,76 @@
-"""Which cases of a test every instruction set computes, and which only the best one and one of the others.
+"""Which cases of a test every kernel computes, and which only the best one and one of the others.
 
 Kernels of all instruction sets are made of the same templates. So a fault in those shows on the best one, and
-a fault in what an instruction set adds shows in many cases, of which its share has some. A case outside the
-share of an instruction set gets the mark `thorough`, and runs in one of TURNS turns of .ci/run.
+a fault in what an instruction set adds shows in many cases, of which its share has some. The loops have no
+tiles, so sizes and places matter little to them. A case outside of a kernel's share gets the mark `thorough`,
+and runs in one of TURNS turns of .ci/run.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import pytest
 import turns
 
-#: The fixtures of conftest.py whose values end with an instruction set.
+#: The fixtures of conftest.py whose values are kernels or instruction sets.
 FIXTURES = ("kernel", "tangent_kernel", "isa", "device")
-#: A test whose only other parameter numbers its cases is shared if it has at least so many.
-NUMBERED = 20
+#: Tests with at least so many cases for a kernel are shared.
+MANY = 12
 TURNS = 4
 
 
-class _Test:
-    """The cases of one test function on all instruction sets but the best."""
+class Case(NamedTuple):
+    item: pytest.Function
+    isa: str
+    #: The values of the other parameters, by name; pytest has one object for all uses of a value.
+    values: dict[str, int]
 
-    def __init__(self, isas: Sequence[str]) -> None:
-        self.isas = isas
-        self.share: list[pytest.Function] = []
-        self.others: list[tuple[int, pytest.Function]] = []
-        #: For each parameter, the place of each of its values; pytest has one object for all its uses.
-        self.places: dict[str, dict[int, int]] = defaultdict(dict)
-        #: On which instruction sets the share has each value of each parameter.
-        self.met: dict[tuple[str, int], set[str]] = defaultdict(set)
 
-    def add(self, case: pytest.Function, isa: str, values: dict[str, object]) -> None:
-        places = {
-            name: self.places[name].setdefault(id(value), len(self.places[name]))
-            for name, value in values.items()
-        }
-        number = sum(places.values())
-        if self.isas[number % len(self.isas)] == isa:
-            self.share.append(case)
-            for place in places.items():
-                self.met[place].add(isa)
-        else:
-            self.others.append((number // len(self.isas) % TURNS, case))
+def case_of(item: pytest.Item) -> Case | None:
+    """Returns the case, or None of a test without kernels. The loops count as an instruction set."""
+    params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    isa = next((params.pop(name) for name in FIXTURES if name in params), None)
+    if isa is None or not isinstance(item, pytest.Function):
+        return None
+    return Case(item, isa.rpartition("-")[2], {name: id(value) for name, value in params.items()})
 
-    def is_shared(self) -> bool:
-        """Tells whether the share has each value of each parameter on each instruction set, or each value
-        is a case of its own and there are many.
-        """
-        sizes = [len(places) for places in self.places.values()]
-        if len(sizes) == 1:
-            return sizes[0] >= NUMBERED
-        return len(self.met) == sum(sizes) and all(len(met) == len(self.isas) for met in self.met.values())
+
+def outside(cases: Sequence[Case], isas: Sequence[str]) -> list[tuple[int, Case]]:
+    """Returns a test's cases outside the shares of these instruction sets, each with its turn.
+
+    Each value of each parameter keeps every instruction set, or as many as it has cases. If one does not, no
+    case is outside.
+    """
+    isas = [isa for isa in isas if any(case.isa == isa for case in cases)]
+    places: dict[str, dict[int, int]] = defaultdict(dict)
+    met: Counter[tuple[str, int]] = Counter()
+    kept = defaultdict(set)
+    others = []
+    for case in (case for case in cases if case.isa in isas):
+        at = {name: places[name].setdefault(value, len(places[name])) for name, value in case.values.items()}
+        number = sum(at.values())
+        met.update(at.items())
+        if isas[number % len(isas)] != case.isa:
+            others.append((len(others) % TURNS, case))
+            continue
+        for place in at.items():
+            kept[place].add(case.isa)
+    if any(len(kept[place]) < min(times // len(isas), len(isas)) for place, times in met.items()):
+        return []
+    return others if len(others) >= MANY * (len(isas) - 1) else []
 
 
 def mark(items: Iterable[pytest.Item], isas: Sequence[str]) -> None:
-    """Marks the cases on these instruction sets, all of the machine but the best, outside their shares."""
-    tests: dict[tuple[object, ...], _Test] = defaultdict(lambda: _Test(isas))
+    """Marks the cases outside the shares of these instruction sets, all of the machine but the best."""
+    tests: dict[tuple[object, ...], list[Case]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            values = dict(item.callspec.params)
-            isa = next((values.pop(name) for name in FIXTURES if name in values), "").rpartition("-")[2]
-            if isa in isas:
-                tests[item.path, item.cls, item.originalname].add(item, isa, values)
-    for test in tests.values():
-        if test.is_shared():
-            for turn, case in test.others:
-                case.add_marker(pytest.mark.thorough)
-                case.add_marker(turns.only_in(turn, TURNS))
+        case = case_of(item)
+        if case is not None:
+            tests[item.path, case.item.cls, case.item.originalname].append(case)
+    for cases in tests.values():
+        for turn, case in outside(cases, isas):
+            case.item.add_marker(pytest.mark.thorough)
+            case.item.add_marker(turns.only_in(turn, TURNS))
