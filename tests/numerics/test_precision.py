@@ -191,8 +191,8 @@ def test_devices_set_apart(run_python: Callable[..., str]) -> None:
         "        exec(change)\n"
         "        x = torch.ones(1, 1, 2, 2)\n"
         "        scaled_dot_product_attention(x, x, x)\n"
-        "        print(precision.current(), precision.current_on_cuda())\n"
-        "        sys.exit()\n"
+        "        print(precision.current(), precision.current_on_cuda(), flush=True)\n"
+        "        os._exit(0)\n"
         "    if os.waitpid(process, 0)[1] != 0:\n"
         "        sys.exit(change)\n"
     )
