@@ -8,6 +8,7 @@ and runs in one of TURNS turns of .ci/run.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -41,26 +42,36 @@ def case_of(item: pytest.Item) -> Case | None:
 def outside(cases: Sequence[Case], isas: Sequence[str]) -> list[tuple[int, Case]]:
     """Returns a test's cases outside the shares of these instruction sets, each with its turn.
 
-    Each value of each parameter keeps every instruction set, or as many as it has cases. If one does not, no
-    case is outside.
+    Each value of each parameter keeps every instruction set, or as many as it has cases. If that cannot be,
+    no case is outside.
     """
     isas = [isa for isa in isas if any(case.isa == isa for case in cases)]
-    places: dict[str, dict[int, int]] = defaultdict(dict)
-    met: Counter[tuple[str, int]] = Counter()
-    kept = defaultdict(set)
-    others = []
-    for case in (case for case in cases if case.isa in isas):
-        at = {name: places[name].setdefault(value, len(places[name])) for name, value in case.values.items()}
-        number = sum(at.values())
-        met.update(at.items())
-        if isas[number % len(isas)] != case.isa:
-            others.append((len(others) % TURNS, case))
-            continue
-        for place in at.items():
-            kept[place].add(case.isa)
-    if any(len(kept[place]) < min(times // len(isas), len(isas)) for place, times in met.items()):
+    cases = [case for case in cases if case.isa in isas]
+    if len(cases) < MANY * len(isas):
         return []
-    return others if len(others) >= MANY * (len(isas) - 1) else []
+    places: dict[str, dict[int, int]] = defaultdict(dict)
+    placed = [
+        {name: places[name].setdefault(value, len(places[name])) for name, value in case.values.items()}
+        for case in cases
+    ]
+    times = Counter(place for at in placed for place in at.items())
+    # The sum of the places, some of them doubled, chooses the instruction set.
+    for factors in itertools.product((1, 2), repeat=len(places)):
+        chosen = [
+            isas[sum(factor * at[name] for factor, name in zip(factors, places, strict=True)) % len(isas)]
+            for at in placed
+        ]
+        kept = {
+            (place, isa)
+            for case, at, isa in zip(cases, placed, chosen, strict=True)
+            if case.isa == isa
+            for place in at.items()
+        }
+        met = Counter(place for place, _ in kept)
+        if all(met[place] == min(count // len(isas), len(isas)) for place, count in times.items()):
+            others = [case for case, isa in zip(cases, chosen, strict=True) if case.isa != isa]
+            return [(number % TURNS, case) for number, case in enumerate(others)]
+    return []
 
 
 def mark(items: Iterable[pytest.Item], isas: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ def cases(*sizes: int) -> list[Case]:
 
 
 def test_each_case_stays_on_the_best_and_on_one_other() -> None:
-    for sizes in ((4, 5), (2, 3, 4), (1, 12), (40,)):
+    for sizes in ((4, 5), (2, 3, 4), (3, 2, 2), (1, 12), (40,)):
         test = cases(*sizes)
         left_out = outside(test, ISAS)
         stay = [case for case in test if case not in [other for _, other in left_out]]
@@ -35,11 +35,5 @@ def test_each_case_stays_on_the_best_and_on_one_other() -> None:
 
 def test_tests_that_have_no_shares() -> None:
     assert not outside(cases(11), ISAS)
-    # As two parameters that go together have the same places, 12 cases would all be for two of four.
-    pairs = [
-        Case(None, isa, {"one": value, "other": value})  # type: ignore[arg-type]
-        for isa in (*ISAS, "d")
-        for value in range(16)
-    ]
-    together = [case._replace(values={**case.values, "all": 0}) for case in pairs]
-    assert not outside(together, (*ISAS, "d"))
+    # All cases have the same value, which would keep one instruction set alone.
+    assert not outside([case._replace(values={"one": 0}) for case in cases(12)], ISAS)
