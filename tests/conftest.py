@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -204,5 +204,26 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
             text=True,
             check=True,
         ).stdout
+
+    return run
+
+
+@pytest.fixture
+def run_in_forks(run_python: Callable[..., str]) -> Callable[[str, Sequence[str]], list[str]]:
+    """Runs scripts in forks of one process, so that they share an import; returns what each prints."""
+
+    def run(before: str, scripts: Sequence[str]) -> list[str]:
+        printed = run_python(
+            f"{before}\n"
+            "import os, sys\n"
+            f"for script in {list(scripts)}:\n"
+            "    if (child := os.fork()) == 0:\n"
+            "        exec(script)\n"
+            "        print(end='\\0', flush=True)\n"
+            "        os._exit(0)\n"
+            "    if os.waitpid(child, 0)[1] != 0:\n"
+            "        sys.exit(script)\n"
+        )
+        return printed.split("\0")[:-1]
 
     return run
