@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gpu
+import isa_shares
 import modules
 import pytest
 import torch
@@ -42,7 +43,10 @@ LONGEST = ("test_emulated_kernels.py", "test_jit.py", "test_emulated_engine.py",
 QUICK = ("test_functional.py", "test_edge_cases.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before "-m" looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if gpu.DEVICE == "cpu" and len(ISAS) > 1:
+        isa_shares.mark(items, [*ISAS[1:], "loops"])
     rank = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, 0))
     if items and items[0].path.name in LONGEST:
@@ -69,7 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"cpu_only(reason): left out with {gpu.DEVICE_VARIABLE}=cuda")
     if gpu.DEVICE != "cpu" and (reason := gpu.missing()) is not None:
         pytest.exit(f"{gpu.DEVICE_VARIABLE}={gpu.DEVICE}: this run {reason}", returncode=1)
-    # The processes of pytest-xdist share the processors, and threads that wait for each other only spin.
+    # The processes of pytest-xdist share the processors. A thread that spins while it waits for another one
+    # holds the processor that the other needs. libgomp reads the variable once, when torch is imported.
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the processes that tests start
@@ -94,9 +101,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadCaseScheduling(config, log)
 
 
+# Without a GPU, torch.manual_seed records the stack for later, which takes longer than all other fixtures.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    torch.manual_seed(0)
+    _seed(0)
 
 
 #: The instruction sets that tests run on, best first.
@@ -201,5 +212,26 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
             done = warm.python(script, tmp_path, variables)
         done.check_returncode()
         return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def run_in_forks(run_python: Callable[..., str]) -> Callable[[str, Sequence[str]], list[str]]:
+    """Runs scripts in forks of one process, so that they share an import; returns what each prints."""
+
+    def run(before: str, scripts: Sequence[str]) -> list[str]:
+        printed = run_python(
+            f"{before}\n"
+            "import os, sys\n"
+            f"for script in {list(scripts)}:\n"
+            "    if (child := os.fork()) == 0:\n"
+            "        exec(script)\n"
+            "        print(end='\\0', flush=True)\n"
+            "        os._exit(0)\n"
+            "    if os.waitpid(child, 0)[1] != 0:\n"
+            "        sys.exit(script)\n"
+        )
+        return printed.split("\0")[:-1]
 
     return run

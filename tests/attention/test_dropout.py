@@ -45,7 +45,7 @@ def test_gradients_of_a_number_for_all_pairs(kernel: str) -> None:
     1 / (1 - p), it is as small as its rounding errors, or 0.
     """
     shape = Case(batch=3, heads=8, kv_heads=4, queries=130, keys=200, head_dim=64, value_dim=16)
-    for seed in range(3):
+    for seed in range(1 if kernel == "loops" else 3):  # that takes half a second for each
         check(replace(shape, mask="float number", sinks=seed % 2, dropout_p=0.99, seed=seed))
 
 

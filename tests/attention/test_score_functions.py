@@ -26,38 +26,37 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TAME = [name for name in FUNCTIONS if name != "Wild"]
 
 
+def in_turns(number: int) -> pytest.MarkDecorator:
+    """Gives a test one of so many parts of its combinations in `make test`, and another one in .ci/run."""
+    others = turns.chosen(range(1, number))
+    return pytest.mark.parametrize(
+        "turn", [0, *(pytest.param(turn, marks=pytest.mark.thorough) for turn in others)]
+    )
+
+
+@in_turns(2)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("function", TAME)
-def test_functions(function: str, lengths: tuple[int, int], isa: str) -> None:
-    for dtype in DTYPES:
+def test_functions(function: str, lengths: tuple[int, int], turn: int, isa: str) -> None:
+    """Every function and all lengths meet each dtype."""
+    first = TAME.index(function) + LENGTHS.index(lengths) + turn
+    for dtype in DTYPES[first % 2 :: 2]:
         check(Call(function, lengths, dtype))
 
 
 BLOCK_SIZES = [(16, 16), (100, 100), (128, 128), (128, 16), (7, 5), (1, 1)]
 
 
-def check_maps(function: str | None, block_size: tuple[int, int], turn: int) -> None:
-    """Checks each length with one of three dtypes; another turn or function takes another dtype."""
+@in_turns(3)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
+@pytest.mark.parametrize("function", [None, *TAME])
+def test_maps_of_blocks(function: str | None, block_size: tuple[int, int], turn: int, isa: str) -> None:
+    """Each length has one of three dtypes; another turn or function takes another dtype."""
     shared = list(itertools.product((False, True), repeat=2))
-    first = [None, *TAME].index(function) + BLOCK_SIZES.index(block_size)
+    first = [None, *TAME].index(function) + BLOCK_SIZES.index(block_size) + turn
     for place, lengths in enumerate(((2, 130), (67, 211), (130, 40)), first):
-        dtype = (torch.float64, torch.float32, torch.bfloat16)[(place + turn) % 3]
-        call = Call(function, lengths, dtype, block_size=block_size, map_shared=shared[(place + turn) % 4])
-        check(call)
-
-
-@pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
-@pytest.mark.parametrize("function", [None, *TAME])
-def test_maps_of_blocks(function: str | None, block_size: tuple[int, int], isa: str) -> None:
-    check_maps(function, block_size, 0)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
-@pytest.mark.parametrize("function", [None, *TAME])
-def test_maps_of_blocks_in_other_dtypes(function: str | None, block_size: tuple[int, int], isa: str) -> None:
-    for turn in turns.chosen((1, 2)):
-        check_maps(function, block_size, turn)
+        dtype = (torch.float64, torch.float32, torch.bfloat16)[place % 3]
+        check(Call(function, lengths, dtype, block_size=block_size, map_shared=shared[place % 4]))
 
 
 def test_beyond_a_map_nobody_sees_anybody(kernel: str) -> None:
@@ -105,25 +104,16 @@ OPTIONS: dict[str, Callable[[Call], Options]] = {
 }
 
 
+@in_turns(4)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("function", [None, *TAME])
-def test_with_other_options(function: str | None, option: str, isa: str) -> None:
-    """Each dtype has few queries or many; other options and functions have the other number."""
-    check_option(function, option, 0)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("function", [None, *TAME])
-def test_with_other_options_and_both_lengths(function: str | None, option: str, isa: str) -> None:
-    check_option(function, option, 1)
-
-
-def check_option(function: str | None, option: str, turn: int) -> None:
-    few, many = (3, 130), (67, 211)
+def test_with_other_options(function: str | None, option: str, turn: int, isa: str) -> None:
+    """Two dtypes are checked, one with few queries and one with many. Other options and functions have the
+    other dtypes or the other numbers.
+    """
     first = [None, *TAME].index(function) + list(OPTIONS).index(option) + turn
-    for place, dtype in enumerate(DTYPES, first):
-        lengths = few if place % 2 else many
+    lengths_of_each = ((3, 130), (67, 131)) if first // 2 % 2 else ((67, 131), (3, 130))
+    for dtype, lengths in zip(DTYPES[first % 2 :: 2], lengths_of_each, strict=True):
         call = Call(function, lengths, dtype, block_size=(20, 48) if option != "alibi" else None)
         if function is None and call.block_size is None:
             continue
@@ -182,7 +172,8 @@ def test_hidden_numbers_do_no_harm(isa: str) -> None:
 
 @pytest.mark.parametrize("function", ["Bias", "Factor", "Square"])
 def test_threads_change_no_bit(function: str, isa: str, one_thread: None) -> None:
-    for dtype, block_size in itertools.product((torch.float32, torch.bfloat16), (None, (100, 100))):
+    dtypes = (torch.bfloat16, torch.float32) if function == "Factor" else (torch.float32, torch.bfloat16)
+    for dtype, block_size in zip(dtypes, (None, (100, 100)), strict=True):
         call = Call(function, (260, 300), dtype, block_size=block_size)
         results = []
         for threads in (1, 2, 5):

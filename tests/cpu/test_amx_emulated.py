@@ -31,37 +31,29 @@ NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 FEATURES = library.extension().cpu_features()
 #: Whether the vectors have to be emulated, too.
 EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
-#: Modules of the suite, and which of their tests run here.
+#: Modules of the suite, and which of their tests run here; one process runs all of them.
 CHOSEN = {
-    "test_amx_choice.py": "",
-    "test_bfloat16_derivatives.py": "amx",
     "test_declared_options.py": "amx",
-    "test_determinism.py": "amx",
-    "test_flex_blocks.py": "every_kind and amx",
+    "test_flex_blocks.py": "every_kind and amx and bfloat16",
     "test_flex_options.py": "statistics",
-    "test_rising_scores.py": "fused-amx and not any_number",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
-    "test_gradient_blocks.py": "amx and not with_and_without",
     "test_options_pairwise.py": "fused-amx",
     "test_paged.py": "every_option and amx",
+}
+
+#: Those that take over four seconds each in the emulator; .ci/run runs them.
+LONG = {
+    "test_amx_choice.py": "",
+    "test_bfloat16_derivatives.py": "amx",
+    "test_determinism.py": "amx",
+    "test_flex_blocks.py": "every_kind and amx",
+    "test_gradient_blocks.py": "amx and not with_and_without",
     "test_pieces.py": "amx",
     "test_ragged_blocks.py": "fused-amx",
+    "test_rising_scores.py": "fused-amx and not any_number",
     "test_sequences.py": "amx",
     "test_varlen_cache.py": "company and amx",
 }
-
-#: Those of them that take over four seconds each in the emulator.
-LONG = (
-    "test_amx_choice.py",
-    "test_bfloat16_derivatives.py",
-    "test_determinism.py",
-    "test_gradient_blocks.py",
-    "test_pieces.py",
-    "test_ragged_blocks.py",
-    "test_rising_scores.py",
-    "test_sequences.py",
-    "test_varlen_cache.py",
-)
 
 #: Tests of AVX-512 without tiles.
 VECTORS = {
@@ -92,10 +84,8 @@ def emulated(test: Callable[..., None]) -> Callable[..., None]:
 
 
 #: Executes bytes of machine code, and asks the emulator what it has executed.
-PRELUDE = """
+MACHINE_CODE = """
 import ctypes, faulthandler, mmap
-import torch
-from selfattn_ext import backends, scaled_dot_product_attention
 
 count = ctypes.CDLL(None).selfattn_amx_emulator_count
 count.argtypes, count.restype = [ctypes.c_char_p], ctypes.c_uint64
@@ -105,6 +95,7 @@ def run(code):
     memory.write(bytes.fromhex(code) + b"\\xc3")
     ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))()
 """
+ATTENTION = MACHINE_CODE + "import torch\nfrom selfattn_ext import backends, scaled_dot_product_attention\n"
 TILERELEASE = "c4 e2 78 49 c0"
 
 
@@ -133,9 +124,9 @@ def test_tools_that_watch_for_faults_leave_it_alone(
         f"run('{TILERELEASE}')\n"
         "print(count(b'tilerelease'), count(b''), faulthandler.is_enabled(), flush=True)\n"
     )
-    assert run_python(PRELUDE + script, **emulator).split() == ["1", "1", "True"]
+    assert run_python(MACHINE_CODE + script, **emulator).split() == ["1", "1", "True"]
     with pytest.raises(subprocess.CalledProcessError) as error:
-        run_python(PRELUDE + script + "run('0f 0b')", **emulator)
+        run_python(MACHINE_CODE + script + "run('0f 0b')", **emulator)
     assert error.value.stdout.split() == ["1", "1", "True"]
     assert "Fatal Python error: Illegal instruction" in error.value.stderr
 
@@ -174,7 +165,7 @@ def executed(dtype, precision, queries=64, head_dim=64, **options):
     few = [f"executed({dtype!r}, {precision!r}, 4)" for dtype, precision in EXECUTED]
     elsewhere = ["executed('bfloat16', 'highest', head_dim=15)", "executed('float16', 'highest', scale=-1.0)"]
     script += f"print([{', '.join(calls + few + elsewhere)}])"
-    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
+    printed = run_python(ATTENTION + script, **emulator, SELFATTN_CPU_ISA="amx")
     expected = [
         ("amx" if forward else "avx512", forward, backward) for forward, backward in EXECUTED.values()
     ]
@@ -205,7 +196,7 @@ def executed(dtype):
 
 print([executed(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)])
 """
-    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
+    printed = run_python(ATTENTION + script, **emulator, SELFATTN_CPU_ISA="amx")
     of_pairs = ((3 + 3 * 3) * 32, 5 * 32 + 2 * 8 + 7 * 3 * 32)
     assert ast.literal_eval(printed) == [of_pairs, (0, 0), (0, 0)]
 
@@ -219,21 +210,33 @@ q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16)
 out = scaled_dot_product_attention(q, q, q)
 print(backends.explain(q, q, q).isa, count(b""), bool(out.isfinite().all()))
 """
-    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
+    printed = run_python(ATTENTION + script, **emulator, SELFATTN_CPU_ISA="amx")
     assert printed.split() == ["amx", "0", "True"]
 
 
-def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> str:
-    """Runs the chosen tests of a module in the emulator, asserts success, returns the emulator's report."""
+RUN_TESTS = """
+import pytest, sys
+
+for path, chosen in {chosen}:
+    before = count(b"tdpbf16ps")
+    if pytest.main(["-q", "-p", "no:cacheprovider", path, "-k", chosen]) != 0:
+        sys.exit(1)
+    print("products of tiles:", count(b"tdpbf16ps") - before, flush=True)
+"""
+
+
+def run_tests(chosen: dict[str, str], isa: str, emulator: dict[str, str]) -> list[int]:
+    """Runs the chosen tests of modules in one process in the emulator, asserts success, and returns how many
+    products of tiles each module has executed.
+    """
     package = str(Path(selfattn_ext.__file__).parent.parent)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(modules.paths()[module])]
+    script = RUN_TESTS.format(chosen=[(str(modules.paths()[name]), which) for name, which in chosen.items()])
     run = subprocess.run(
-        [*command, "-k", chosen],
+        [sys.executable, "-c", MACHINE_CODE + script],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
             "SELFATTN_CPU_ISA": isa,
-            "SELFATTN_AMX_EMULATOR_REPORT": "1",
             **emulator,
         },
         capture_output=True,
@@ -241,24 +244,23 @@ def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> s
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"\d+ passed", run.stdout)
-    return run.stderr
-
-
-def marks(module: str) -> list[pytest.MarkDecorator]:
-    """Marks a module's test; compiling the vectors' emulator takes minutes, and no other test needs it."""
-    if module not in LONG:
-        return []
-    return [pytest.mark.thorough, *([turns.only_in(2, 3)] if EMULATES_VECTORS else [])]
+    return [int(number) for number in re.findall(r"^products of tiles: (\d+)$", run.stdout, re.MULTILINE)]
 
 
 @emulated
-@pytest.mark.parametrize("module", [pytest.param(name, marks=marks(name)) for name in CHOSEN])
-def test_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> None:
-    report = run_tests(module, CHOSEN[module], "amx", emulator)
-    executed = re.search(r"amx_emulator:.* tdpbf16ps (\d+)", report)
-    assert executed is not None
-    assert int(executed[1]) > 0
+def test_tests_pass_in_the_emulator(emulator: dict[str, str]) -> None:
+    executed = run_tests(CHOSEN, "amx", emulator)
+    assert len(executed) == len(CHOSEN)
+    assert all(executed), dict(zip(CHOSEN, executed, strict=True))
+
+
+@emulated
+@pytest.mark.thorough
+@(turns.only_in(2, 3) if EMULATES_VECTORS else lambda test: test)
+@pytest.mark.parametrize("module", LONG)
+def test_long_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> None:
+    (executed,) = run_tests({module: LONG[module]}, "amx", emulator)
+    assert executed > 0
 
 
 @emulated
@@ -268,4 +270,4 @@ def test_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> No
 def test_tests_pass_with_emulated_vectors(module: str, isa: str, emulator: dict[str, str]) -> None:
     # "avx512" alone would also match "avx512_bf16".
     of_isa = f"avx512 and {'not ' if isa == 'avx512' else ''}bf16"
-    run_tests(module, f"({VECTORS[module]}) and {of_isa}", isa, emulator)
+    run_tests({module: f"({VECTORS[module]}) and {of_isa}"}, isa, emulator)

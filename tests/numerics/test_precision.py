@@ -180,23 +180,19 @@ APART = {
 }
 
 
-def test_devices_set_apart(run_python: Callable[..., str]) -> None:
+def test_devices_set_apart(run_in_forks: Callable[..., list[str]]) -> None:
     """torch.get_float32_matmul_precision raises in this case, but attention must not."""
-    script = (
-        "import os, sys, torch\n"
+    imports = (
+        "import torch\n"
         "from selfattn_ext import scaled_dot_product_attention\n"
-        "from selfattn_ext.arguments import precision\n"
-        f"for change in {list(APART)}:\n"
-        "    if (process := os.fork()) == 0:\n"
-        "        exec(change)\n"
-        "        x = torch.ones(1, 1, 2, 2)\n"
-        "        scaled_dot_product_attention(x, x, x)\n"
-        "        print(precision.current(), precision.current_on_cuda())\n"
-        "        sys.exit()\n"
-        "    if os.waitpid(process, 0)[1] != 0:\n"
-        "        sys.exit(change)\n"
+        "from selfattn_ext.arguments import precision"
     )
-    assert run_python(script).splitlines() == list(APART.values())
+    script = (
+        "\nx = torch.ones(1, 1, 2, 2)\n"
+        "scaled_dot_product_attention(x, x, x)\n"
+        "print(precision.current(), precision.current_on_cuda(), end='')\n"
+    )
+    assert run_in_forks(imports, [change + script for change in APART]) == list(APART.values())
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout_p": 0.5}], ids=str)

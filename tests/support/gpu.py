@@ -111,6 +111,7 @@ ELSEWHERE = {
     "test_import_circles": "is about the sources",
     "test_install": "is about the build",
     "test_instances": "is about the build",
+    "test_isa_shares": "is about the tests",
     "test_jit": "is about the build",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_library": "is about the build",
