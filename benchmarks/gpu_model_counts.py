@@ -145,7 +145,7 @@ def run(numbers: Sequence[int], file: Path) -> None:
         CommandError: there is no nvcc or no torch with CUDA, or a run failed.
     """
     sys.path[:0] = [str(ROOT / "simulators")]
-    from ptx_machine import build  # imports the package, and simulators/cuda_emulator
+    from ptx_machine import build  # imports the package
 
     try:
         library = Path(os.environ.get("SELFATTN_LIBRARY") or build.build_package())

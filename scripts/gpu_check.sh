@@ -11,8 +11,8 @@
 #   --device   the tests of numbers, gradients and modules with their tensors on the GPU, likewise
 #   --suite    the rest of the tests
 #   --check    the kernels against nvcc's and the disassembler's reports, for this GPU's architecture
-#   --golden   the GPU's answers to every instruction that the emulator models, as golden.tar: unpack it in
-#              simulators/cuda_emulator/golden and commit that, so that the emulator's tests replay it
+#   --golden   the GPU's answers to every instruction of sm80 that the PTX machine executes, as golden.tar: unpack it
+#              in simulators/ptx_machine/golden and commit that, so that the machine's tests replay it
 #   --bench    the table of speeds beside each backend of torch's scaled_dot_product_attention
 #   --quick    with --bench: fewer cases
 #
@@ -58,8 +58,8 @@ record_golden() { # record_golden PYTHON ARCHITECTURE ARCHIVE
   folder=$(mktemp -d) || return
   trap 'rm -rf "$folder"' EXIT
   PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" nvcc -std=c++17 -O3 -Icsrc \
-    -gencode "arch=compute_$2,code=sm_$2" simulators/cuda_emulator/programs/probe.cu -o "$folder/probe" &&
-    "$1" simulators/cuda_emulator/probe.py "$folder/probe" "$folder/golden" && tar -cf "$3" -C "$folder/golden" .
+    -gencode "arch=compute_$2,code=sm_$2" simulators/ptx_machine/programs/probe.cu -o "$folder/probe" &&
+    "$1" simulators/ptx_machine/probe.py "$folder/probe" "$folder/golden" && tar -cf "$3" -C "$folder/golden" .
 }
 
 # shellcheck disable=SC2329  # likewise

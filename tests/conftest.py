@@ -37,7 +37,7 @@ if gpu.DEVICE != "cpu":
 
 
 #: Modules whose tests take up to minutes each. They start first, so that no process ends alone with one.
-LONGEST = ("test_emulated_kernels.py", "test_jit.py", "test_emulated_engine.py", "test_amx_emulated.py")
+LONGEST = ("test_kernel_cases.py", "test_jit.py", "test_cuda_engine.py", "test_amx_emulated.py")
 #: Modules of many quick tests. Another process runs them right after the first of those, so that a person who
 #: waits sees tests pass.
 QUICK = ("test_functional.py", "test_edge_cases.py")
@@ -112,7 +112,7 @@ def _fixed_seed() -> None:
 
 #: The instruction sets that tests run on, best first.
 ISAS = backends.cpu_isas()[: int(os.environ.get("SELFATTN_TEST_ISAS", "0")) or None]
-# A process with a forced kernel, such as one of the emulator's, tests only that kernel.
+# A process with a forced kernel, such as one of CUDA on the PTX machine, tests only that kernel.
 CPU_KERNELS = (
     [forced_kernel.current()] if forced_kernel.current() else [*(f"fused-{isa}" for isa in ISAS), "loops"]
 )

@@ -13,29 +13,29 @@
 
 namespace selfattn::cpu {
 
-// The emulator's library (simulators/cuda_emulator) runs the CUDA kernels on the CPU instead, for tests.
-#if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
+// For tests, a library has the CUDA kernels in their place, on memory of the host (simulators/ptx_machine).
+#if defined(__x86_64__) && !defined(SELFATTN_CUDA_ON_HOST)
 extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;
 extern const Kernel kFusedAvx512;
 extern const Kernel kFusedAvx2;
 #endif
 extern const Kernel kFusedScalar;
-#if defined(SELFATTN_CUDA_EMULATOR)
-extern const Kernel kEmulatedSm90;
-extern const Kernel kEmulatedSm80;
-extern const Kernel kEmulatedSimt;
+#if defined(SELFATTN_CUDA_ON_HOST)
+extern const Kernel kCudaSm90;
+extern const Kernel kCudaSm80;
+extern const Kernel kCudaSimt;
 #endif
 
 namespace {
 
 const Kernel* const kKernels[] = {
-#if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
-    &kFusedAmx,     &kFusedAvx512Bf16, &kFusedAvx512,  &kFusedAvx2,
+#if defined(__x86_64__) && !defined(SELFATTN_CUDA_ON_HOST)
+    &kFusedAmx,    &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
 #endif
-    &kFusedScalar,  &kLoops,
-#if defined(SELFATTN_CUDA_EMULATOR)
-    &kEmulatedSm90, &kEmulatedSm80,    &kEmulatedSimt,
+    &kFusedScalar, &kLoops,
+#if defined(SELFATTN_CUDA_ON_HOST)
+    &kCudaSm90,    &kCudaSm80,        &kCudaSimt,
 #endif
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cuda_emulator import build as emulator
+from .ninja_file import ROOT, NinjaFile, Tools, run_ninja, tools
 
-ROOT = emulator.ROOT
 # It is loaded by path, because importing the package would load its library, which another build then
 # replaces.
 cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "cuda_build.py")))
 
+CSRC = ROOT / "csrc"
 MACHINE = ROOT / "simulators" / "ptx_machine"
 NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"
 #: Programs are compiled for these; devices of later generations run the same PTX.
@@ -77,7 +77,7 @@ def folder() -> Path:
 
 def of_torch() -> str:
     """The folder in it for files that only this torch can use."""
-    return f"torch{emulator.tools().torch_version}"
+    return f"torch{tools().torch_version}"
 
 
 def library_of(home: Path, name: str) -> Path:
@@ -114,35 +114,33 @@ def machine_flags() -> list[str]:
     return [*FLAGS, host_level(), f"-I{MACHINE}", f"-isystem{nvcc().home}/include"]
 
 
-def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
+def write_ninja(found: Tools) -> NinjaFile:
     """The rules for the machine, programs for it, and its half for torch."""
     compiler = nvcc()
     home = Path(compiler.home)
     runtime = library_of(home, "libcudart.so")
-    file = emulator.NinjaFile(found)
+    file = NinjaFile(found)
     file.lines += [
         "rule refuse",
         f"  command = {sys.executable} {MACHINE / 'refusals.py'} {runtime} $out $in",
         "rule nvcc",
         f"  command = PTX_NVCC={compiler.command} {NVCC_TO_PTX} $flags $in -o $out",
     ]
-    sources = sorted(path for path in MACHINE.rglob("*.cpp") if "operators" not in path.parts)
+    sources = sorted(path for path in MACHINE.rglob("*.cpp") if not {"operators", "on_host"} & {*path.parts})
     refusals = folder() / "refusals.cpp"
     in_runtime = " ".join(str(path) for path in sources if path.parent.name == "runtime")
     file.lines.append(f"build {refusals}: refuse {in_runtime} | {MACHINE / 'refusals.py'}")
-    tensor_core = emulator.EMULATOR / "tensor_core.cpp"
-    objects = file.objects([*sources, refusals, tensor_core], "machine", machine_flags())
+    objects = file.objects([*sources, refusals], "machine", machine_flags())
     file.link("machine.so", objects, ["-shared", "-ldl"])
 
-    cuda = emulator.CSRC / "cuda"
+    cuda = CSRC / "cuda"
     headers = " ".join(
         str(path) for folder in ("common", "mma", "sm80") for path in sorted((cuda / folder).glob("*.*h"))
     )
-    places = (emulator.EMULATOR, MACHINE)
-    for program in sorted(path for place in places for path in (place / "programs").glob("*.cu")):
+    for program in sorted((MACHINE / "programs").glob("*.cu")):
         file.lines += [
             f"build {program.stem}: nvcc {program} | {NVCC_TO_PTX} {headers}",
-            f"  flags = {' '.join(program_flags(emulator.CSRC, architectures_of(program)))}",
+            f"  flags = {' '.join(program_flags(CSRC, architectures_of(program)))}",
         ]
 
     torch = found.torch
@@ -167,8 +165,8 @@ def build(target: str) -> Path:
     Raises:
         RuntimeError: there is no nvcc, or compiling fails; the message holds the compilers' output.
     """
-    found = emulator.tools()
-    return emulator.run_ninja(found, folder(), f"{of_torch()}.ninja", write_ninja(found), target, None)
+    found = tools()
+    return run_ninja(found, folder(), f"{of_torch()}.ninja", write_ninja(found), target)
 
 
 def build_package() -> Path:

@@ -3,12 +3,12 @@
     PYTHONPATH=simulators:tests/support python -m ptx_machine.mutate [WORDS OF A NAME...]
 
 Some mutants change texts, operands and constraints of inline PTX; the probe of wrappers asks them, and the
-answers are compared with the emulator's models. Others change the launch, on kernels of wrong_kernels.cu that
-are right. A result that differs, or a report of the machine, kills a mutant. nvcc compiles a program for
-each, which takes some seconds.
+answers are compared with recordings, or with models in numpy. Others change the launch, on kernels of
+wrong_kernels.cu that are right. A result that differs, or a report of the machine, kills a mutant. nvcc
+compiles a program for each, which takes some seconds.
 
 More mutants change how the machine itself executes Hopper's instructions: such a machine runs
-tests/cuda/test_ptx_hopper.py until a test fails.
+tests/cuda/test_ptx_pipeline.py and test_ptx_hopper.py until a test fails.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_emulator import build as emulator
-from cuda_emulator import probe
-
-from . import build
+from . import build, ninja_file, probe, wrapper_models
 
 PTX, DEVICE = "ptx_sm80.cuh", "device.cuh"
 
@@ -105,8 +102,8 @@ MUTANTS = (
     Mutant(
         "launch: too little shared memory is asked for",
         DEVICE,
-        "static_cast<int>(shared_bytes)),",
-        "static_cast<int>(shared_bytes) / 2),",
+        "static_cast<int>(bytes)),",
+        "static_cast<int>(bytes) / 2),",
         kernel=("neighbour_in_block", 100_000),
     ),
     Mutant(
@@ -254,6 +251,12 @@ MACHINE_MUTANTS = (
         "known = std::max(known, nth);",
     ),
     MachineMutant(
+        "races: an mbarrier needs no order after its initialisation",
+        _RACES,
+        "if (ordered(before, warp, lane)) return;",
+        "return;",
+    ),
+    MachineMutant(
         "races: proxies need no fence",
         _RACES,
         "return covers(knows_[warp.index].fenced, before) ||",
@@ -269,14 +272,14 @@ def changed(text: str, mutant: Mutant | MachineMutant) -> str:
 
 
 def compiled(mutant: Mutant, program: str, folder: Path) -> Path:
-    """Compiles a program of simulators/cuda_emulator with the mutant's header before the package's."""
+    """Compiles a program with the mutant's header before the package's."""
     common = folder / "cuda" / "common"
-    shutil.copytree(emulator.CSRC / "cuda" / "common", common)
+    shutil.copytree(build.CSRC / "cuda" / "common", common)
     header = common / mutant.header
     header.write_text(changed(header.read_text(encoding="utf-8"), mutant), encoding="utf-8")
     output = folder / program
-    source = emulator.EMULATOR / "programs" / f"{program}.cu"
-    command = [str(build.NVCC_TO_PTX), *build.program_flags(folder), f"-I{emulator.CSRC}", str(source)]
+    source = build.MACHINE / "programs" / f"{program}.cu"
+    command = [str(build.NVCC_TO_PTX), *build.program_flags(folder), f"-I{build.CSRC}", str(source)]
     variables = {**os.environ, "PTX_NVCC": build.nvcc().command}
     subprocess.run([*command, "-o", str(output)], env=variables, capture_output=True, check=True)
     return output
@@ -284,17 +287,17 @@ def compiled(mutant: Mutant, program: str, folder: Path) -> Path:
 
 def answers_wrongly(mutant: Mutant, program: Path) -> str:
     """How a wrapper gives the mutant away, or ""."""
-    models = emulator.build("probe")
-    count, results = probe.wrappers(models)[mutant.wrapper]
+    count, results = probe.wrappers(program)[mutant.wrapper]
     operands = probe.operands_of(mutant.wrapper, count)
-    variables = {**os.environ, "SELFATTN_EMULATOR_CAPABILITY": "90"}
-    expected = probe.answers(models, mutant.wrapper, operands, results, variables)
     try:
         found = probe.answers(program, mutant.wrapper, operands, results, build.environment())
     except subprocess.CalledProcessError as error:
         return error.stderr.decode().partition("\n")[0]
-    recording = probe.Recording(mutant.wrapper, "models", 90, operands, expected)
-    differing = probe.differences(recording, found)
+    recorded = probe.ORACLE / f"{mutant.wrapper}-90.npz"
+    if recorded.exists():
+        differing = probe.differences(probe.load(recorded), found)
+    else:
+        differing = wrapper_models.differences(mutant.wrapper, 90, operands, found)
     return f"{differing} of {found.size} words differ" if differing else ""
 
 
@@ -302,15 +305,12 @@ def runs_wrongly(mutant: Mutant, program: Path) -> str:
     """How a kernel that is right without the mutant gives it away, or ""."""
     assert mutant.kernel is not None
     kernel, size = mutant.kernel
-    outputs = [
-        subprocess.run(
-            [one, kernel, "right", str(size)], env=environment, capture_output=True, text=True, check=False
-        )
-        for one, environment in ((emulator.build("wrong_kernels"), None), (program, build.environment()))
-    ]
-    if outputs[1].returncode != 0:
-        return (outputs[1].stderr or outputs[1].stdout).partition("\n")[0]
-    return "the result differs" if outputs[0].stdout != outputs[1].stdout else ""
+    right, found = (
+        build.run(one, kernel, "right", str(size)) for one in (build.build("wrong_kernels"), program)
+    )
+    if found.returncode != 0:
+        return (found.stderr or found.stdout).partition("\n")[0]
+    return "the result differs" if found.stdout != right.stdout else ""
 
 
 def machine_with(mutant: MachineMutant, folder: Path) -> Path:
@@ -320,7 +320,7 @@ def machine_with(mutant: MachineMutant, folder: Path) -> Path:
     source.write_text(changed(text, mutant), encoding="utf-8")
     replaced = f"simulators.ptx_machine.{mutant.source.replace('/', '.')}.o"
     objects = [path for path in (build.folder() / "machine").glob("*.o") if path.name != replaced]
-    compiler = emulator.tools().compiler.split()
+    compiler = ninja_file.tools().compiler.split()
     for command in (
         [*compiler, *build.machine_flags(), "-c", source, "-o", folder / "mutant.o"],
         [*compiler, folder / "mutant.o", *objects, "-shared", "-ldl", "-o", machine],
@@ -331,8 +331,9 @@ def machine_with(mutant: MachineMutant, folder: Path) -> Path:
 
 def failing_test(machine: Path) -> str:
     """The first test of Hopper's instructions that fails on the machine, or ""."""
-    tests = build.ROOT / "tests" / "cuda" / "test_ptx_hopper.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", str(tests)]
+    folder = build.ROOT / "tests" / "cuda"
+    tests = [str(folder / f"test_ptx_{name}.py") for name in ("pipeline", "hopper")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", *tests]
     variables = {**os.environ, "PTX_MACHINE": str(machine)}
     done = subprocess.run(command, cwd=build.ROOT, env=variables, capture_output=True, text=True, check=False)
     failed = re.search(r"^FAILED .*?::(\S+)", done.stdout, re.M)
@@ -357,12 +358,12 @@ def main(*words: str) -> int:
     build.build("machine.so")
     every = (*MUTANTS, *MACHINE_MUTANTS)
     chosen = [mutant for mutant in every if all(word in mutant.name for word in words)]
+    survivors = 0
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count()) as pool:
-        outcomes = list(zip(chosen, pool.map(judge, chosen), strict=True))
-    for mutant, outcome in outcomes:
-        print(f"{mutant.name}: {outcome or 'SURVIVES'}")
-    survivors = sum(not outcome for _, outcome in outcomes)
-    print(f"{len(outcomes) - survivors} of {len(outcomes)} are noticed")
+        for mutant, outcome in zip(chosen, pool.map(judge, chosen), strict=True):
+            print(f"{mutant.name}: {outcome or 'SURVIVES'}", flush=True)
+            survivors += not outcome
+    print(f"{len(chosen) - survivors} of {len(chosen)} are noticed")
     return 1 if survivors else 0
 
 

@@ -59,18 +59,21 @@ Options read() {
   read.abort = is_set("SELFATTN_PTX_ABORT", false);
   read.verbose = static_cast<int>(number("SELFATTN_PTX_VERBOSE", 0));
   read.approximation = static_cast<int>(number("SELFATTN_PTX_APPROXIMATION", 0));
+  read.left_out = static_cast<u32>(number("SELFATTN_PTX_LEFT_OUT", 0));
   read.gigabytes = number("SELFATTN_PTX_MEMORY", read.gigabytes);
   if (const char* log = text("SELFATTN_PTX_LOG")) read.log = log;
   if (const char* counts = text("SELFATTN_PTX_COUNTS")) read.counts = counts;
   return read;
 }
 
-}  // namespace
-
-const Options& options() {
-  static const Options options = read();
+Options& current() {
+  static Options options = read();
   return options;
 }
+
+}  // namespace
+
+const Options& options() { return current(); }
 
 u32 shared_memory_limit(int capability) {
   // The numbers are from the CUDA C++ Programming Guide, technical specifications per compute capability.
@@ -91,3 +94,13 @@ u32 shared_memory_limit(int capability) {
 }
 
 }  // namespace ptx_machine
+
+// A process that runs kernels in several ways calls these, because starting one takes longer than they run.
+extern "C" __attribute__((visibility("default"))) void ptx_machine_choose_order(unsigned long long schedule,
+                                                                                int late_copies) {
+  ptx_machine::current().schedule = schedule;
+  ptx_machine::current().late_copies = late_copies != 0;
+}
+extern "C" __attribute__((visibility("default"))) void ptx_machine_leave_out(unsigned number) {
+  ptx_machine::current().left_out = number;
+}

@@ -19,6 +19,7 @@ struct Options {
   bool abort = false;       // whether the first report ends the process
   int verbose = 0;          // 1 prints launches, 2 also what is asked of the driver
   int approximation = 0;    // by how many units in the last place approximate functions may be off
+  u32 left_out = 0;         // what the kernels' %envreg0 holds: see mutate_kernels.py
   double gigabytes = 8;     // gigabytes of device memory
   std::string log;          // a file that reports are appended to
   std::string counts;       // a file that a line for each launch is appended to

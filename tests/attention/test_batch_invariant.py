@@ -32,7 +32,7 @@ from selfattn_ext.arguments import forced_kernel
 SIZES = (*range(1, 14), 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
 SOME_SIZES = (1, 4, 5, 33)
 if forced_kernel.current():
-    SOME_SIZES = (33,)  # for the emulator of CUDA, which is slow; MIXED has small sizes
+    SOME_SIZES = (33,)  # for the PTX machine, which is slow; MIXED has small sizes
 
 
 def ends_of(size: int) -> list[int]:

@@ -98,8 +98,8 @@ def test_steps_run_in_order_and_once(check: Check, tmp_path: Path) -> None:
     assert "bfloat16 products: 0\nbfloat16 boxes: 0\n" in run.stdout
     assert run.returncode == 0
     run = check("--golden")
-    assert "arch=compute_90a,code=sm_90a simulators/cuda_emulator/programs/probe.cu" in run.stdout
-    assert re.search(r"^python simulators/cuda_emulator/probe.py \S+/probe \S+/golden$", run.stdout, re.M)
+    assert "arch=compute_90a,code=sm_90a simulators/ptx_machine/programs/probe.cu" in run.stdout
+    assert re.search(r"^python simulators/ptx_machine/probe.py \S+/probe \S+/golden$", run.stdout, re.M)
     assert re.search("^golden +passed", run.stdout, re.M)
     # There is one log for all calls.
     assert sorted(path.name for path in out.iterdir()) == ["golden.tar", "log.txt"]

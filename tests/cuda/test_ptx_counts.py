@@ -15,7 +15,6 @@ from ptx_machine import build
 from selfattn_ext.build import cuda_build
 
 pytestmark = [
-    pytest.mark.ptx_machine,
     pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
     pytest.mark.xdist_group("ptx_machine"),
 ]

@@ -1,8 +1,7 @@
-"""The PTX machine itself: its reports, and the answers of every PTX wrapper.
+"""The PTX machine itself: its reports, and features of PTX that the package's kernels do not use.
 
-The emulator's small wrong kernels (simulators/cuda_emulator/programs/wrong_kernels.cu) cause the reports.
-Every wrapper answers as the emulator's model of it does. These tests need nvcc, but no torch with CUDA;
-simulators/ptx_machine/run.py runs the tests that need one.
+Small wrong kernels (simulators/ptx_machine/programs/wrong_kernels.cu, features.cu) cause the reports. These
+tests need nvcc, but no torch with CUDA; simulators/ptx_machine/run.py runs the tests that need one.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ import re
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
-from cuda_emulator import build as emulator
-from cuda_emulator import probe
 from ptx_machine import build
 from ptx_machine.build import run
 
 from selfattn_ext.build import cuda_build
 
 pytestmark = [
-    pytest.mark.ptx_machine,
     pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
     pytest.mark.xdist_group("ptx_machine"),
 ]
@@ -60,6 +55,28 @@ RACES = {
 }
 SCHEDULES = (0, 1)
 
+THREADS = range(64)
+NAN = 0xFFFFFFFF
+#: What each thread of a kernel writes if nothing is wrong; the host gives thread n the number 4 n, and n.
+RESULTS = {
+    "warp_diverges": [n ^ 1 for n in THREADS],
+    "warp_skips_barrier": [*THREADS],
+    "lane_leaves_shuffle": [n ^ 1 for n in THREADS],
+    "mask_lacks_caller": [0xFFFFFFFF] * 64,
+    "write_beyond_shared": [1] * 64,
+    "rows_beyond_shared": [NAN] * 64,
+    "copy_misaligned": [0] * 64,
+    "neighbour_in_block": [(n + 32) % 64 for n in THREADS],
+    "neighbour_in_warp": [n ^ 1 for n in THREADS],
+    "buffer_reused": [n + 1 for n in THREADS],
+    "copy_not_waited_for": [4 * ((n + 1) % 64) for n in THREADS],
+    "copy_not_committed": [4 * n for n in THREADS],
+    "copy_without_barrier": [4 * (63 - n) for n in THREADS],
+    "copy_over_reads": [4 * n for n in THREADS],
+    "blocks_overlap": [*THREADS],
+    "shared_memory_not_written": [0] * 64,
+}
+
 
 @pytest.fixture(scope="module")
 def wrong_kernels() -> Path:
@@ -73,29 +90,35 @@ def features() -> Path:
 
 def flags_for_one_device() -> list[str]:
     """The flags of nvcc for a program with PTX for compute capability 8.0 alone."""
-    return [flag for flag in build.program_flags(emulator.CSRC) if "compute_75" not in flag]
+    return [flag for flag in build.program_flags(build.CSRC) if "compute_75" not in flag]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kernel", [*REPORTS, *RACES])
-def test_report(kernel: str, schedule: int, wrong_kernels: Path) -> None:
-    races = int(kernel in RACES)
-    wrong = run(wrong_kernels, kernel, schedule=schedule, races=races)
-    assert wrong.returncode == 1, wrong.stdout
-    assert "unspecified launch failure" in wrong.stdout
-    assert re.search({**REPORTS, **RACES}[kernel], wrong.stderr), wrong.stderr
-    right = run(wrong_kernels, kernel, "right", schedule=schedule, races=races)
-    assert right.returncode == 0, right.stderr
-    assert right.stderr == ""
+def words_of(output: str) -> list[int]:
+    return list(map(int, output.split()))
 
 
 @pytest.mark.parametrize("kernel", [*REPORTS, *RACES])
-def test_right_kernels_give_the_emulators_results(kernel: str, wrong_kernels: Path) -> None:
-    expected = subprocess.run(
-        [emulator.build("wrong_kernels"), kernel, "right"], capture_output=True, text=True, check=True
-    ).stdout
-    for schedule, copies in ((2, "late"), (3, "eager")):
-        assert run(wrong_kernels, kernel, "right", schedule=schedule, copies=copies).stdout == expected
+def test_report(kernel: str, wrong_kernels: Path) -> None:
+    for schedule in SCHEDULES:
+        wrong = run(wrong_kernels, kernel, schedule=schedule, races=int(kernel in RACES))
+        assert wrong.returncode == 1, wrong.stdout
+        assert "unspecified launch failure" in wrong.stdout
+        assert re.search({**REPORTS, **RACES}[kernel], wrong.stderr), wrong.stderr
+
+
+@pytest.mark.parametrize("kernel", [*REPORTS, *RACES])
+def test_nothing_is_said_of_what_is_right(kernel: str, wrong_kernels: Path) -> None:
+    for schedule, copies in ((0, "late"), (3, "eager")):
+        races = int(kernel in RACES)
+        right = run(wrong_kernels, kernel, "right", schedule=schedule, copies=copies, races=races)
+        assert right.stderr == ""
+        assert words_of(right.stdout) == RESULTS[kernel]
+
+
+@pytest.mark.parametrize("kernel", ["neighbour_in_block", "buffer_reused", "copy_without_barrier"])
+def test_without_the_detector_results_show_a_missing_barrier(kernel: str, wrong_kernels: Path) -> None:
+    """Warps run as far as they can, one after the other."""
+    assert words_of(run(wrong_kernels, kernel).stdout) != RESULTS[kernel]
 
 
 def test_a_copy_must_be_waited_for_before_its_thread_ends(wrong_kernels: Path) -> None:
@@ -104,7 +127,16 @@ def test_a_copy_must_be_waited_for_before_its_thread_ends(wrong_kernels: Path) -
 
 
 def test_shared_memory_holds_nan_at_first(wrong_kernels: Path) -> None:
-    assert set(run(wrong_kernels, "shared_memory_not_written").stdout.split()) == {"4294967295"}
+    assert set(run(wrong_kernels, "shared_memory_not_written").stdout.split()) == {str(NAN)}
+
+
+def test_shared_memory_ends_at_its_last_byte(wrong_kernels: Path) -> None:
+    assert run(wrong_kernels, "write_beyond_shared", "right", "256").returncode == 0
+    for size in ("252", "255"):
+        assert (
+            f"is outside of the {size} bytes"
+            in run(wrong_kernels, "write_beyond_shared", "right", size).stderr
+        )
 
 
 @pytest.mark.parametrize(("capability", "kilobytes"), [(75, 64), (80, 163), (89, 99), (90, 227)])
@@ -122,6 +154,7 @@ def test_devices_run_the_newest_ptx_that_is_for_them(features: Path) -> None:
         assert set(run(features, "generation", capability=capability).stdout.split()) == {str(found)}
 
 
+@pytest.mark.ptx_machine
 def test_a_device_does_not_run_what_is_for_later_ones(tmp_path: Path) -> None:
     variables = {**os.environ, "PTX_NVCC": build.nvcc().command}
     program = tmp_path / "features"
@@ -142,6 +175,8 @@ def test_bank_conflicts_are_counted(wrong_kernels: Path) -> None:
         assert re.search(rf"ptx_sm80\.cuh:\d+ in .*{SOURCE}: 8 accesses, {wavefronts} wavefronts", report), (
             report
         )
+    report = run(wrong_kernels, "copy_without_barrier", "right", banks=1).stderr
+    assert re.search(rf"ptx_sm80\.cuh:\d+ in .*{SOURCE}: 8 accesses, 8 wavefronts", report), report
 
 
 def test_instructions_are_counted(wrong_kernels: Path) -> None:
@@ -178,7 +213,7 @@ def test_features(kernel: str, features: Path) -> None:
     for schedule in SCHEDULES:
         result = run(features, kernel, schedule=schedule, races=1)
         assert result.stderr == ""
-        assert list(map(int, result.stdout.split())) == FEATURES[kernel]
+        assert words_of(result.stdout) == FEATURES[kernel]
 
 
 def test_a_block_has_no_two_labels_of_a_name(features: Path, tmp_path: Path) -> None:
@@ -196,6 +231,10 @@ MISUSES = {
     "variables_beyond": r"is outside of (device memory|every memory)",
     "arrival_early": RACE_OF_FEATURES.format("(read|write)") + "|" + UNWRITTEN,
     "arrival_missing": r"deadlock: 1 of 2 warps wait at barrier 1, and 1 have ended",
+    "arrival_of_both": RACE_OF_FEATURES.format("write") + "|" + UNWRITTEN,
+    "barrier_of_no_number": r"a barrier that does not exist, or for a part of a warp",
+    "barrier_of_no_warps": r"a barrier that does not exist, or for a part of a warp",
+    "barrier_of_fewer": r"64 threads come to barrier 1, which expects 32",
     "halves_beyond": RACE_OF_FEATURES.format("write"),
     "overwritten_early": RACE_OF_FEATURES.format("read"),
     "half_words_of_neighbours": r"race on device memory.*nothing orders this and a (read|write) by warp \d",
@@ -218,6 +257,7 @@ COMPRESSIONS = ([], ["--compress-mode=speed"])
 FATBIN = 0xBA55ED50.to_bytes(4, "little")
 
 
+@pytest.mark.ptx_machine
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=lambda flags: "".join(flags) or "default")
 def test_compressed_ptx(compression: list[str], tmp_path: Path) -> None:
     nvcc = cuda_build.find_nvcc()
@@ -230,7 +270,7 @@ def test_compressed_ptx(compression: list[str], tmp_path: Path) -> None:
     subprocess.run([nvcc.command, *flags, *compression, source, "-o", program], check=True)
     result = run(program, "calls")
     assert result.stderr == ""
-    assert list(map(int, result.stdout.split())) == FEATURES["calls"]
+    assert words_of(result.stdout) == FEATURES["calls"]
 
     # With zeros inside, nothing is executed, and the report says why.
     content = bytearray(program.read_bytes())
@@ -245,51 +285,6 @@ def test_compressed_ptx(compression: list[str], tmp_path: Path) -> None:
     assert "compressed PTX: " in broken.stderr
 
 
-def words_of(wrapper: str, count: int) -> dict[str, probe.Words]:
-    """The operands that devices are asked with, words of random bits, and for mma ordinary numbers."""
-    generator = np.random.default_rng(5)
-    wild = generator.integers(0, 2**32, (100, probe.LANES, count), dtype=np.uint32)
-    sets = {"chosen": probe.operands_of(wrapper, count), "wild": wild}
-    if wrapper.startswith("multiply"):
-        shape = (100, probe.LANES)
-        numbers = generator.standard_normal((*shape, 12)).astype(np.float32)
-        accumulators = generator.standard_normal((*shape, 4)).astype(np.float32)
-        packed = probe.bits(numbers, wrapper.removeprefix("multiply_"))
-        sets["ordinary"] = np.concatenate([packed, accumulators.view(np.uint32)], axis=2)
-    return sets
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        "multiply_bfloat16",
-        "multiply_float16",
-        "load_matrix_x4",
-        "load_matrix_x4_transposed",
-        "copy_async_16",
-        "pack_bfloat16",
-        "pack_float16",
-        "exp2_approx",
-    ],
-)
-def test_wrappers_answer_as_the_emulators_models(wrapper: str, capability: int) -> None:
-    """The machine checks the text, operand order and constraints of inline PTX, which the emulator never
-    sees.
-    """
-    models, machine = emulator.build("probe"), build.build("probe")
-    assert wrapper in probe.wrappers(models)
-    count, results = probe.wrappers(models)[wrapper]
-    of_models = build.environment(SELFATTN_EMULATOR_CAPABILITY=str(capability))
-    del of_models["LD_PRELOAD"]
-    of_machine = build.environment(SELFATTN_PTX_CAPABILITY=str(capability))
-    for name, operands in words_of(wrapper, count).items():
-        expected = probe.answers(models, wrapper, operands, results, of_models)
-        answers = probe.answers(machine, wrapper, operands, results, of_machine)
-        recording = probe.Recording(wrapper, name, capability, operands, expected)
-        assert probe.differences(recording, answers) == 0, name
-
-
 def test_the_variables_of_a_step_of_tests_come_before_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     from ptx_machine import run
 
@@ -297,8 +292,3 @@ def test_the_variables_of_a_step_of_tests_come_before_those_of_all(monkeypatch: 
     for step in (*run.all_steps().values(), *run.quick_steps().values()):
         environment = build.environment_for_torch(Path("library.so"), **step.variables)
         assert step.variables.items() <= environment.items()
-
-
-def test_every_wrapper_is_asked() -> None:
-    asked = test_wrappers_answer_as_the_emulators_models.pytestmark[0].args[1]
-    assert sorted(asked) == sorted(probe.wrappers(emulator.build("probe")))

@@ -36,7 +36,7 @@ class Arithmetic:
         return f"{self.where}-{self.precision if self.dtype == FLOAT32 else str(self.dtype)[6:]}"
 
 
-#: Whether this process tests tensor cores, on a GPU or in the emulator.
+#: Whether this process tests tensor cores, on a GPU or on the PTX machine.
 TENSOR_CORES = gpu.DEVICE != "cpu" or forced_kernel.current() == "sm80"
 #: The instruction sets or kernels that have pieces, and the one that computes in plain floats.
 PLACES = ("sm80",) if TENSOR_CORES else ("amx", "avx512_bf16")
@@ -73,7 +73,7 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param.precision)
     with forced(request.param.where):
-        if gpu.DEVICE != "cpu" or not TENSOR_CORES:  # explain() does not know the emulator's kernels
+        if gpu.DEVICE != "cpu" or not TENSOR_CORES:  # explain() does not know kernels for tensors of the CPU
             probe = torch.zeros(1, 1, 16, 16, dtype=request.param.dtype)
             explanation = backends.explain(probe, probe, probe)
             assert request.param.where in (explanation.isa, explanation.kernel)

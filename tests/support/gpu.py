@@ -102,7 +102,6 @@ ELSEWHERE = {
     "test_compile_once": "is about the build",
     "test_cpp": "is about threads of the CPU",
     "test_cuda": "is about the GPU anyway",
-    "test_emulat": "is about the emulator",
     "test_environment": "is about the documents",
     "test_functions_page": "is about the documents",
     "test_gpu": "is about scripts for the GPU",
@@ -113,6 +112,7 @@ ELSEWHERE = {
     "test_instances": "is about the build",
     "test_isa_shares": "is about the tests",
     "test_jit": "is about the build",
+    "test_kernel_cases": "runs kernels on the machine that runs PTX",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_library": "is about the build",
     "test_list_files": "is about the sources",
@@ -149,7 +149,7 @@ ELSEWHERE = {
     "test_unbacked": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_types": "is about type checkers",
     "test_wide": "is about the order of sums on the CPU",
-    "test_wild": "on a GPU the numbers are not checked; the emulator's tests show that kernels limit them",
+    "test_wild": "on a GPU the numbers are not checked; the PTX machine shows that kernels limit them",
 }
 
 

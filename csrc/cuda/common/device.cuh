@@ -1,17 +1,9 @@
-// The language of the kernels: CUDA, or the same words for the emulator.
+// What every kernel needs of CUDA: launches, shared memory, errors.
 //
-// nvcc reads CUDA. With SELFATTN_CUDA_EMULATOR a C++ host compiler reads the same words, and the kernels run
-// on the CPU (simulators/cuda_emulator). All shared memory is dynamic, so that a block has one array of it,
-// whose size the launch knows.
+// All shared memory is dynamic, so that a block has one array of it, whose size the launch knows.
 #pragma once
 
 #include <cstddef>
-
-#if defined(SELFATTN_CUDA_EMULATOR)
-
-#include "cuda_emulator.h"
-
-#else
 
 #if !defined(__CUDACC_RTC__)  // nvrtc knows CUDA by itself
 #include <cuda_runtime.h>
@@ -77,12 +69,6 @@ inline int multiprocessors() {
 }
 
 #endif
-
-}  // namespace selfattn::cuda
-
-#endif
-
-namespace selfattn::cuda {
 
 constexpr int kWarp = 32;  // lanes
 constexpr unsigned kWholeWarp = 0xffffffffu;

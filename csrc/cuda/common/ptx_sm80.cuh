@@ -1,8 +1,8 @@
 // The instructions of sm_80 that CUDA C++ has no words for.
 //
-// This is the only file with inline PTX for them. The emulator has a functional model of each
-// (simulators/cuda_emulator/ptx_sm80_model.h), which is compared with golden outputs of real devices. On
-// older devices they trap; kernels that use them are never chosen there.
+// This is the only file with inline PTX for them. simulators/ptx_machine/probe.py asks every function here
+// for its results, on the PTX machine and on devices. On older devices the instructions trap; kernels that
+// use them are never chosen there.
 //
 // Terms of the PTX manual: a "row" is one of the 8 rows of an 8 x 8 matrix of 16-bit elements, 16 bytes,
 // aligned to 16. Fragments are laid out as there; "collective" calls are made by all 32 lanes of a warp
@@ -23,21 +23,11 @@ constexpr bool kForAmpere = false;
 constexpr bool kForAmpere = true;
 #endif
 
-}  // namespace selfattn::cuda::ptx
-
-#if defined(SELFATTN_CUDA_EMULATOR)
-
-#include "ptx_sm80_model.h"
-
-#else
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define SELFATTN_PTX_SM80(...) __trap()
 #else
 #define SELFATTN_PTX_SM80(...) asm volatile(__VA_ARGS__)
 #endif
-
-namespace selfattn::cuda::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -122,5 +112,3 @@ __device__ __forceinline__ int opaque(int value) {
 }  // namespace selfattn::cuda::ptx
 
 #undef SELFATTN_PTX_SM80
-
-#endif

@@ -2,8 +2,7 @@
 //
 // They are barriers of asynchronous copies, copies by tensor maps (TMA), products of a warpgroup (wgmma),
 // barriers of some warps, and the exchange of registers between warps. This is the only file with inline PTX
-// for them; the emulator has a functional model of each (simulators/cuda_emulator/ptx_sm90_model.h). On other
-// devices they trap; kernels that use them are never chosen there.
+// for them. On other devices they trap; kernels that use them are never chosen there.
 //
 // Terms of the PTX manual: a "warpgroup" is four neighbouring warps, the first of which has a number that is
 // a multiple of four. "Collective" calls are made by all its 128 threads together. The "asynchronous proxy"
@@ -24,21 +23,11 @@ constexpr bool kForHopper = false;
 constexpr bool kForHopper = true;
 #endif
 
-}  // namespace selfattn::cuda::ptx
-
-#if defined(SELFATTN_CUDA_EMULATOR)
-
-#include "ptx_sm90_model.h"
-
-#else
-
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define SELFATTN_PTX_SM90(...) __trap()
 #else
 #define SELFATTN_PTX_SM90(...) asm volatile(__VA_ARGS__)
 #endif
-
-namespace selfattn::cuda::ptx {
 
 // An address in shared memory in the form that instructions take.
 __device__ __forceinline__ uint32_t shared_address_of(const void* pointer) {
@@ -328,5 +317,3 @@ __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], const
 #undef SELFATTN_REGISTER_PRODUCT
 #undef SELFATTN_OF_TYPE
 #undef SELFATTN_PTX_SM90
-
-#endif

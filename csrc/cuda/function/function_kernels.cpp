@@ -1,9 +1,7 @@
 // Compiles and loads the kernels that contain a function, and makes their arguments.
 #include "function_kernels.h"
 
-#if !defined(SELFATTN_CUDA_EMULATOR)  // the emulator has no runtime
 #include <cuda_runtime_api.h>
-#endif
 #include <cxxabi.h>
 
 #include <algorithm>

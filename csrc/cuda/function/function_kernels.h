@@ -14,12 +14,8 @@
 
 namespace selfattn::cuda {
 
-// The options that kernels apply if they contain a function. The emulator compiles kernels without one.
-#if defined(SELFATTN_CUDA_EMULATOR)
-constexpr OptionSet kFunctionOptions;
-#else
+// The options that kernels apply if they contain a function.
 constexpr OptionSet kFunctionOptions = {Option::kFunction, Option::kBlockMap};
-#endif
 
 // Compiles a kernel, named as in C++ ("selfattn::cuda::simt::forward_kernel<...>"), for devices of compute
 // capability major*10 + minor. Returns every form of code that CUDA may load (machine code or PTX), best

@@ -13,9 +13,9 @@
 
 namespace selfattn::cuda {
 
-#if defined(SELFATTN_CUDA_EMULATOR) || defined(__CUDACC_RTC__)
+#if defined(__CUDACC_RTC__)
 
-// The emulator has no functions (see kFunctionOptions), and code that nvrtc compiles launches nothing.
+// Code that nvrtc compiles launches nothing.
 template <class... Parameters, class... Arguments>
 void launch_with_function(const ScoreFunction&, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                           size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {

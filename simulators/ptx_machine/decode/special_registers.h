@@ -8,7 +8,8 @@ const char* const kSpecialRegisters[] = {
     "%ntid.z",      "%ctaid.x",     "%ctaid.y",     "%ctaid.z",     "%nctaid.x",
     "%nctaid.y",    "%nctaid.z",    "%laneid",      "%warpid",      "%nwarpid",
     "%lanemask_eq", "%lanemask_le", "%lanemask_lt", "%lanemask_ge", "%lanemask_gt",
-    "%smid",        "%nsmid",       "%gridid",      "%clock",       "%dynamic_smem_size"};
+    "%smid",        "%nsmid",       "%gridid",      "%clock",       "%dynamic_smem_size",
+    "%envreg0"};
 constexpr int kSpecialRegisterCount = sizeof(kSpecialRegisters) / sizeof(kSpecialRegisters[0]);
 
 }  // namespace ptx_machine

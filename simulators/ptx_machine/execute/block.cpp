@@ -63,7 +63,8 @@ void fill_special_registers(Warp& warp) {
                                                  kMultiprocessors,
                                                  0,
                                                  0,
-                                                 block.launch->dynamic_shared};
+                                                 block.launch->dynamic_shared,
+                                                 options().left_out};
       lanes[l] = values[special.which];
     }
   }

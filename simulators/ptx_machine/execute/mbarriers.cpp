@@ -75,6 +75,7 @@ void Mbarriers::initialise(Warp& warp, const Instruction& ins, int lane, u32 off
   barrier.lane = static_cast<u32>(lane);
   barriers_[offset] = barrier;
   store(*warp.block, offset, barrier);
+  if (warp.block->races != nullptr) warp.block->races->initialise_mbarrier(warp, ins, lane, barrier.number);
 }
 
 void Mbarriers::fence(const Warp& warp, u32 lanes) {
@@ -92,6 +93,9 @@ Mbarrier& Mbarriers::find(Warp& warp, const Instruction& ins, int lane, u32 offs
   std::memcpy(&stored, warp.block->shared + offset, sizeof stored);
   if (stored != found->second.word()) {
     fail(warp, ins, 1u << lane, name_of(offset) + " has been overwritten");
+  }
+  if (warp.block->races != nullptr) {
+    warp.block->races->use_mbarrier(warp, ins, lane, found->second.number, offset);
   }
   return found->second;
 }

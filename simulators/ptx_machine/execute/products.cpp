@@ -1,6 +1,6 @@
 #include "execute/products.h"
 
-#include "../cuda_emulator/tensor_core.h"
+#include "instructions/tensor_core.h"
 #include "execute/races.h"
 #include "execute/shared_matrix.h"
 #include "execute/warp.h"
@@ -11,12 +11,9 @@ namespace ptx_machine {
 
 namespace {
 
-namespace tensor_core = selfattn::emulator;
-
 constexpr u32 kRowsOfWarp = 16, kRowsOfGroup = kRowsOfWarp * kWarpsOfGroup, kMostColumns = 256;
 constexpr u32 kTile = 8;  // how many columns the model multiplies at a time
-static_assert(tensor_core::kMmaRows == kRowsOfWarp && tensor_core::kMmaColumns == kTile &&
-              tensor_core::kMmaDepth == kProductDepth);
+static_assert(kMmaRows == kRowsOfWarp && kMmaColumns == kTile && kMmaDepth == kProductDepth);
 
 const Product& text_of(const Warp& warp, const Instruction& ins) {
   return warp.block->kernel->products[ins.target];
@@ -41,9 +38,9 @@ void read_fragment(const Warp& warp, const Product& product, u16 (*rows)[kProduc
 template <float (*kConvert)(u16)>
 void multiply(Warp& warp, const Product& product, const u16 (*a)[kProductDepth],
               const u16 (*b)[kProductDepth], bool adds) {
-  tensor_core::MmaOperands operands;
-  operands.smallest_exponent = kConvert == float_from_float16 ? tensor_core::kSmallestExponentFloat16
-                                                              : tensor_core::kSmallestExponentFloat32;
+  MmaOperands operands;
+  operands.smallest_exponent =
+      kConvert == float_from_float16 ? kSmallestExponentFloat16 : kSmallestExponentFloat32;
   for (u32 row = 0; row < kRowsOfWarp; ++row) {
     for (u32 k = 0; k < kProductDepth; ++k) operands.a[row][k] = kConvert(a[row][k]);
   }
@@ -61,7 +58,7 @@ void multiply(Warp& warp, const Product& product, const u16 (*a)[kProductDepth],
         operands.d[l / 4 + 8 * (n / 2)][2 * (l % 4) + n % 2] = adds ? d[l] : 0.0f;
       }
     }
-    tensor_core::multiply_accumulate(operands, options().capability);
+    multiply_accumulate(operands, options().capability);
     for (u32 n = 0; n < 4; ++n) {
       auto* d = reinterpret_cast<float*>(warp.registers + product.results[4 * tile + n]);
       for (u32 l = 0; l < kLanes; ++l) d[l] = operands.d[l / 4 + 8 * (n / 2)][2 * (l % 4) + n % 2];

@@ -52,6 +52,7 @@ void Races::start_block(const Block& block) {
   for (Knowledge& brought : barriers_) brought.reset(actors_, warps_);
   mbarriers_.clear();
   mbarriers_.resize(kMostMbarriers);
+  initialisations_.resize(kMostMbarriers);
 }
 
 Races::Mark Races::mark(const Warp& warp, const Instruction& ins, int lane, u8 bytes, Access access) const {

@@ -5,11 +5,12 @@
 // touch what they write. Shuffles, votes, ldmatrix and mma order nothing: CUDA promises no more. Blocks are
 // never ordered. Atomic accesses do not race with each other.
 //
-// A lane that arrives at an mbarrier passes on what comes before it: what it did itself, what all lanes did
-// before the warp last synchronised, and what it knows of other warps. A thread that has seen a phase end
-// comes after all threads that arrived in it, and after the copies of boxes that it counted. Between a
-// thread's write and a copy that overwrites it, or a product (wgmma) that reads it, there must be a fence of
-// proxies. Products read from their instruction to a wait by any warp of the warpgroup.
+// What a thread does with an mbarrier must come after its initialisation. A lane that arrives at an mbarrier
+// passes on what comes before it: what it did itself, what all lanes did before the warp last synchronised,
+// and what it knows of other warps. A thread that has seen a phase end comes after all threads that arrived
+// in it, and after the copies of boxes that it counted. Between a thread's write and a copy that overwrites
+// it, or a product (wgmma) that reads it, there must be a fence of proxies. Products read from their
+// instruction to a wait by any warp of the warpgroup.
 //
 // For each word of shared memory the detector keeps the last write, the last reads of each warp, and those of
 // a warp's earlier reads that some of its lanes do not come after. For each half of a word of device memory,
@@ -45,6 +46,8 @@ class Races {
 
   // In races_of_copies.cpp: what Hopper's mbarriers, copies of boxes and products order, and what must be
   // ordered before them. Barriers are given by their numbers.
+  void initialise_mbarrier(const Warp& warp, const Instruction& ins, int lane, u32 number);
+  void use_mbarrier(const Warp& warp, const Instruction& ins, int lane, u32 number, u32 offset) const;
   void arrive_at_mbarrier(const Warp& warp, int lane, u32 number);
   void end_phase(u32 number, u32 phase);
   void wait_for_mbarrier(const Warp& warp, u32 lanes, u32 number);
@@ -128,6 +131,7 @@ class Races {
     Knowledge gathered, ended;  // knowledge of the current phase; of the last one
   };
   std::vector<std::unique_ptr<Phases>> mbarriers_;
+  std::vector<Mark> initialisations_;  // of mbarriers
   std::unordered_map<u64, std::unique_ptr<Page>> pages_;
   Page* last_page_ = nullptr;  // kept because neighbouring lanes touch neighbouring words
   u64 last_number_ = 0;

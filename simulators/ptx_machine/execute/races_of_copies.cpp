@@ -83,9 +83,20 @@ void Races::merge_lane(Knowledge& into, const Warp& warp, int lane) const {
   }
 }
 
-void Races::arrive_at_mbarrier(const Warp& warp, int lane, u32 number) {
-  if (number >= mbarriers_.size())
+void Races::initialise_mbarrier(const Warp& warp, const Instruction& ins, int lane, u32 number) {
+  if (number >= initialisations_.size())
     throw std::runtime_error("ptx machine: more mbarriers than races are looked for");
+  initialisations_[number] = mark(warp, ins, lane, kWholeWord, Access::kWrite);
+}
+
+void Races::use_mbarrier(const Warp& warp, const Instruction& ins, int lane, u32 number, u32 offset) const {
+  const Mark& before = initialisations_[number];
+  if (ordered(before, warp, lane)) return;
+  report(warp, ins, lane, "the mbarrier at " + in_shared_memory(offset / kWordBytes), before,
+         "the initialisation");
+}
+
+void Races::arrive_at_mbarrier(const Warp& warp, int lane, u32 number) {
   std::unique_ptr<Phases>& phases = mbarriers_[number];
   if (phases == nullptr) {
     phases = std::make_unique<Phases>();
@@ -97,7 +108,7 @@ void Races::arrive_at_mbarrier(const Warp& warp, int lane, u32 number) {
 }
 
 void Races::end_phase(u32 number, u32 phase) {
-  if (number >= mbarriers_.size() || mbarriers_[number] == nullptr) return;
+  if (mbarriers_[number] == nullptr) return;
   Phases& phases = *mbarriers_[number];
   std::swap(phases.ended, phases.gathered);
   phases.gathered.reset(actors_, warps_);
@@ -105,7 +116,7 @@ void Races::end_phase(u32 number, u32 phase) {
 }
 
 void Races::wait_for_mbarrier(const Warp& warp, u32 lanes, u32 number) {
-  if (number >= mbarriers_.size() || mbarriers_[number] == nullptr) return;
+  if (mbarriers_[number] == nullptr) return;
   const Knowledge& ended = mbarriers_[number]->ended;
   if (lanes == warp.alive) {
     knows_[warp.index].merge(ended);

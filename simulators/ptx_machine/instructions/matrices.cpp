@@ -1,5 +1,5 @@
 // Executes ldmatrix and mma.
-#include "../cuda_emulator/tensor_core.h"
+#include "instructions/tensor_core.h"
 #include "instructions/access.h"
 #include "instructions/choosers.h"
 #include "instructions/small_numbers.h"
@@ -8,8 +8,6 @@
 namespace ptx_machine {
 
 namespace {
-
-namespace tensor_core = selfattn::emulator;
 
 constexpr u32 kRowBytes = 16;
 constexpr int kRows = 8;  // rows, and columns, of a matrix of 16-bit elements
@@ -52,9 +50,9 @@ void load_matrix(Warp& warp, const Instruction& ins, u32) {
 // is a matrix of 8 rows of a, or of 8 columns of b; one of the accumulator is 8 rows of 4 pairs.
 template <float (*kConvert)(u16)>
 void multiply(Warp& warp, const Instruction& ins, u32) {
-  tensor_core::MmaOperands operands;
-  operands.smallest_exponent = kConvert == float_from_float16 ? tensor_core::kSmallestExponentFloat16
-                                                              : tensor_core::kSmallestExponentFloat32;
+  MmaOperands operands;
+  operands.smallest_exponent =
+      kConvert == float_from_float16 ? kSmallestExponentFloat16 : kSmallestExponentFloat32;
   float elements[2 * kLanes];
   const auto convert = [&](int place) {
     const u16* bits = reinterpret_cast<const u16*>(warp.source<u32>(ins, place));
@@ -77,7 +75,7 @@ void multiply(Warp& warp, const Instruction& ins, u32) {
     const float* c = warp.source<float>(ins, 10 + n);
     for (int l = 0; l < kLanes; ++l) operands.d[l / 4 + kRows * (n / 2)][2 * (l % 4) + n % 2] = c[l];
   }
-  tensor_core::multiply_accumulate(operands, options().capability);
+  multiply_accumulate(operands, options().capability);
   for (int n = 0; n < 4; ++n) {
     float* d = warp.target<float>(ins, n);
     for (int l = 0; l < kLanes; ++l) d[l] = operands.d[l / 4 + kRows * (n / 2)][2 * (l % 4) + n % 2];

@@ -47,6 +47,21 @@ __global__ void arrival_missing(uint32_t* out) {
   out[threadIdx.x] = 0;
 }
 
+// Wrong: both warps arrive, and neither waits before it reads what the other one writes.
+__global__ void arrival_of_both(uint32_t* out) {
+  __shared__ uint32_t words[kThreads];
+  words[threadIdx.x] = threadIdx.x;
+  asm volatile("bar.arrive 1, 64;" ::: "memory");
+  out[threadIdx.x] = words[63 - threadIdx.x];
+}
+
+// Wrong: barriers that there are not, of a part of a warp, and for fewer threads than come.
+template <int kNumber, int kCount>
+__global__ void barrier_of(uint32_t* out) {
+  asm volatile("bar.sync %0, %1;" ::"r"(kNumber), "r"(kCount) : "memory");
+  out[threadIdx.x] = 0;
+}
+
 // A .sync instruction with a guard, which half of the lanes pass.
 template <uint32_t kMembers>
 __device__ void vote_of_half(uint32_t* out) {
@@ -181,6 +196,10 @@ const Named kKernels[] = {{"variables", variables},
                           {"arrival", arrival},
                           {"arrival_early", arrival_early},
                           {"arrival_missing", arrival_missing},
+                          {"arrival_of_both", arrival_of_both},
+                          {"barrier_of_no_number", barrier_of<16, 64>},
+                          {"barrier_of_no_warps", barrier_of<1, 48>},
+                          {"barrier_of_fewer", barrier_of<1, 32>},
                           {"guarded", guarded},
                           {"guarded_for_all", guarded_for_all},
                           {"halves", halves},

@@ -23,13 +23,15 @@ namespace {
                                   apply(matrix_within_pattern) apply(matrix_with_base_offset)                \
                                       apply(matrix_across_rows) apply(registers_without_end)                 \
                                           apply(registers_of_one_warp) apply(registers_grow_by_giving_up)    \
-                                              apply(arrival_left_behind) apply(counts_differ)                \
-                                                  apply(reads_not_passed_on)                                 \
-                                                      apply(copy_over_unfenced_writes)                       \
-                                                          apply(warp_waits_before_product)                   \
-                                                              apply(parity_of_two) apply(wait_not_passed_on) \
-                                                                  apply(reads_passed_on)                     \
-                                                                      apply(wait_passed_on)
+                                              apply(arrival_left_behind) apply(counts_differ) apply(         \
+                                                  reads_not_passed_on) apply(copy_over_unfenced_writes)      \
+                                                  apply(warp_waits_before_product) apply(parity_of_two)      \
+                                                      apply(wait_not_passed_on) apply(reads_passed_on)       \
+                                                          apply(wait_passed_on) apply(expect_too_little)     \
+                                                              apply(products_left_in_the_end)                \
+                                                                  apply(barrier_not_passed_on)               \
+                                                                      apply(own_not_passed_on)               \
+                                                                          apply(warp_leaves_before_product)
 
 enum Fault {
 #define HOPPER_NAME(name) k_##name,
@@ -57,7 +59,7 @@ __device__ void run(const TensorMap* map, float* out) {
     if (kFault == k_barrier_overwritten) full[0] = 5;
   }
   if (kFault == k_copy_over_unfenced_writes) reinterpret_cast<uint32_t*>(tile)[threadIdx.x] = 0;
-  __syncthreads();
+  if (kFault != k_barrier_not_passed_on) __syncthreads();
 
   if (threadIdx.x < 128) {
     if (kFault == k_registers_grow_by_giving_up) {
@@ -73,7 +75,8 @@ __device__ void run(const TensorMap* map, float* out) {
         } else if (kFault == k_bytes_beyond_count) {
           ptx::barrier_arrive_expecting(full, 1 << 21);
         } else {
-          ptx::barrier_arrive_expecting(full, kTileBytes + (kFault == k_expect_too_much ? 64 : 0));
+          const int more = kFault == k_expect_too_much ? 64 : kFault == k_expect_too_little ? -64 : 0;
+          ptx::barrier_arrive_expecting(full, kTileBytes + more);
         }
         unsigned char* to = tile;
         if (kFault == k_copy_misaligned) to += 512;
@@ -101,7 +104,7 @@ __device__ void run(const TensorMap* map, float* out) {
   if (kFault != k_proxy_fence_missing && kFault != k_proxy_fence_behind_barrier) ptx::fence_async_proxy();
   if (kFault == k_counts_differ) {
     ptx::sync_threads(2, 256);
-  } else {
+  } else if (kFault != k_own_not_passed_on) {
     ptx::sync_threads(1, 128);
   }
   if (kFault == k_proxy_fence_behind_barrier && warp == 0) ptx::fence_async_proxy();
@@ -146,6 +149,7 @@ __device__ void run(const TensorMap* map, float* out) {
     if (kFault == k_matrix_with_base_offset) a |= uint64_t{1} << 49;
     if (kFault == k_matrix_across_rows) a += 112 >> 4;
     if (kFault == k_warps_with_other_matrices && warp == 2) a += 2;
+    if (kFault == k_warp_leaves_before_product && warp == 3) return;
     if (kFault == k_warp_waits_before_product && warp == 3)
       ptx::barrier_wait(empty, static_cast<uint32_t>(n & 1));
     if (kFault != k_warp_without_product || warp != 3) {
@@ -181,6 +185,12 @@ __device__ void run(const TensorMap* map, float* out) {
     const bool arrives = !early && kFault != k_empty_arrival_before_products;
     if (arrives && kFault != k_empty_arrival_missing) ptx::barrier_arrive(empty);
     if (kFault == k_empty_arrival_twice) ptx::barrier_arrive(empty);
+  }
+  if (kFault == k_products_left_in_the_end) {
+    ptx::products_fence();
+    ptx::product_async<true, 64, false>(d, left, ptx::matrix_by_columns(own, 64, 0, 16), true);
+    ptx::products_commit();
+    return;
   }
   if (kFault == k_arrival_left_behind && warp == 1) ptx::arrive_threads(3, 64);
   float sum = e[0][0] + e[8][0];

@@ -1,0 +1,1 @@
+"""Cases for the CUDA kernels, which run on the PTX machine with any torch."""
