@@ -76,7 +76,7 @@ class RowRuns {
  public:
   RowRuns(const RowSpan& span, const RowSpan* then) : then_(then), head_(span.head) { enter(span); }
 
-  RowRun next() {
+  SELFATTN_OUT_OF_LINE RowRun next() {
     if (keys_ == 0) {
       if (then_ == nullptr || then_->keys == 0) return {last_, INT64_MAX, 0};
       enter(*then_);
@@ -212,7 +212,7 @@ class RowsAhead {
   RowWalk rows_, pages_;
   int64_t rows_of_page_ = 1, left_;  // left_: until the next page is prefetched
 
-  void next_page() {
+  SELFATTN_OUT_OF_LINE void next_page() {
     fetch_ahead(pages_.next());
     pages_.skip(rows_of_page_ - 1);
   }
