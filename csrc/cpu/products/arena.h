@@ -17,7 +17,9 @@ class Arena {
 
   template <class T>
   T* take(int64_t count) {
-    return reinterpret_cast<T*>(take_bytes(count * static_cast<int64_t>(sizeof(T))));
+    const uintptr_t taken = reinterpret_cast<uintptr_t>(memory_) + static_cast<uintptr_t>(used_);
+    used_ += bytes_for<T>(count);
+    return reinterpret_cast<T*>(taken);
   }
   template <class T>
   T* take_filled(int64_t count, T number) {
@@ -35,12 +37,6 @@ class Arena {
   }
 
  private:
-  SELFATTN_OUT_OF_LINE uintptr_t take_bytes(int64_t bytes) {
-    const uintptr_t taken = reinterpret_cast<uintptr_t>(memory_) + static_cast<uintptr_t>(used_);
-    used_ += bytes_for<char>(bytes);
-    return taken;
-  }
-
   char* memory_ = nullptr;
   int64_t used_ = 0;
 };

@@ -76,7 +76,7 @@ class RowRuns {
  public:
   RowRuns(const RowSpan& span, const RowSpan* then) : then_(then), head_(span.head) { enter(span); }
 
-  SELFATTN_OUT_OF_LINE RowRun next() {
+  RowRun next() {
     if (keys_ == 0) {
       if (then_ == nullptr || then_->keys == 0) return {last_, INT64_MAX, 0};
       enter(*then_);
@@ -142,13 +142,13 @@ class RowWalk {
   SELFATTN_INLINE const char* next() {
     const char* row = run_.first;
     run_.first += run_.step;
-    if (--run_.rows == 0) run_ = runs_.next();
+    if (--run_.rows == 0) enter_next();
     return row;
   }
   void skip(int64_t rows) {
     while (rows >= run_.rows) {
       rows -= run_.rows;
-      run_ = runs_.next();
+      enter_next();
     }
     run_.first += rows * run_.step;
     run_.rows -= rows;
@@ -166,6 +166,8 @@ class RowWalk {
  private:
   RowRuns runs_;
   RowRun run_;
+
+  SELFATTN_OUT_OF_LINE void enter_next() { run_ = runs_.next(); }
 };
 
 // Prefetches a line. It reads nothing, so the address may lie past the tensor's end. kFetchInto is 3 for all
