@@ -17,7 +17,7 @@ void add_sequences(AttentionParams& params, const Input& query, const Input& key
 std::vector<OwnMask> own_masks(const std::vector<int64_t>& shapes);
 void add_own_masks(AttentionParams& params, const Input& mask, const Options& options, Device device);
 
-// In score_function_arguments.cpp: the function of scores and the map of blocks. They borrow from the
+// In score_functions.cpp: the function of scores and the map of blocks. They borrow from the
 // options, which must outlive the call.
 std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& captured);
 void add_score_function(AttentionParams& params, const Input& query, const Options& options);

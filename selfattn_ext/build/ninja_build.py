@@ -13,12 +13,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 _STATUS = {"NINJA_STATUS": "[%f/%t] "}
 _FINISHED = re.compile(r"^\[(\d+)/(\d+)\] ", re.M)
+_SOURCE = re.compile(r" -c (?:.*/)?([\w.-]+\.(?:cpp|cu))\b")
 
 #: A function of the number of files that ninja is to make: it tells users, and returns a progress bar.
 Begin = Callable[[int], Any]
@@ -90,6 +92,7 @@ def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
     counts = _FINISHED.findall(listed)
     command = ["ninja", "-v", *(["-j", str(_jobs())] if _jobs() else [])]
     said = []
+    start = time.monotonic()
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(begin(int(counts[-1][1]))) if counts else None
         ninja = stack.enter_context(
@@ -105,13 +108,19 @@ def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
                 if finished is None:
                     said.append(line)
                 elif progress is not None:
-                    progress.update(int(finished[1]))
+                    progress.update(int(finished[1]), _note(line, time.monotonic() - start))
         except BaseException:
             ninja.terminate()  # it ends the compilers and removes what they have not finished
             raise
     if ninja.returncode != 0:
         raise RuntimeError("".join(said).strip())
     return "".join(line for line in said if not line.startswith("ninja: ")).strip()
+
+
+def _note(command: str, seconds: float) -> str:
+    """The source that a command has compiled, if it did, and the seconds since the build began."""
+    source = _SOURCE.search(command)
+    return f"{source[1]}, after {seconds:.0f} s" if source else ""
 
 
 @contextlib.contextmanager

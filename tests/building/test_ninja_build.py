@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,13 @@ class TestRun:
         (folder / "first").unlink()
         assert run(folder) == ""
         assert capsys.readouterr().err.splitlines()[0] == "2 files"
+
+    def test_names_the_source_that_is_done(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        compiles = "c++ -I first -c some/folder/sum.cpp -o"
+        (folder / "build.ninja").write_text(THREE.replace("$say touch", f"$say : {compiles} && touch"))
+        run(folder)
+        lines = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(r"made 1/3  sum\.cpp, after \d+ s", lines[1])
 
     def test_failure(self, folder: Path) -> None:
         (folder / "build.ninja").write_text(THREE.replace("echo a warning", "echo an error; exit 1"))

@@ -35,8 +35,8 @@ struct GradientStrip : QueryStrip<P> {
 
   int64_t row(const AttentionParams& p) const { return p.row(this->batch, this->head, this->first); }
 
-  void begin_gradient(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head,
-                      int64_t first, int64_t count) {
+  SELFATTN_OUT_OF_LINE void begin_gradient(const AttentionParams& p, const BackwardArguments& a,
+                                           int64_t batch, int64_t head, int64_t first, int64_t count) {
     this->begin(p, batch, head, first, count);
     grad_out.load(this->source(p, a.grad_out, p.value_dim).as_gradient());
     RowSource residual{};

@@ -118,8 +118,9 @@ struct MaskGradientTask {
     }
   }
 
-  static void add_strip(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch, int64_t head,
-                        int64_t first, int64_t count, Span keys) {
+  SELFATTN_OUT_OF_LINE static void add_strip(Scratch& s, const AttentionParams& p, const Arguments& a,
+                                             int64_t batch, int64_t head, int64_t first, int64_t count,
+                                             Span keys) {
     using S = Simd<T>;
     const bool every_key = Source::grad_mask(a).stride[3] != 0;
     s.source.begin(p, a, batch, head, first, count);

@@ -36,8 +36,8 @@ struct QueryStrip {
 
   void allocate(const AttentionParams& p, Arena& arena) { query.allocate(p, p.head_dim, arena); }
 
-  void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index, int64_t first_query,
-             int64_t queries) {
+  SELFATTN_OUT_OF_LINE void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index,
+                                  int64_t first_query, int64_t queries) {
     batch = batch_index;
     head = head_index;
     first = first_query;

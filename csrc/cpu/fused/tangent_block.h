@@ -37,12 +37,12 @@ struct TangentRows {
   ColumnOperand<P> with_weights;
   char* pages;  // see key_source
 
-  void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
     with_lanes.allocate(p, kKeyBlock, columns, arena);
     if (!kDirect<P>) with_weights.allocate(p, kKeyBlock, columns, arena);
     pages = arena.take<char>(block_bytes(p, kKeyBlock, columns));
   }
-  void load(const RowSource& s, Meets meets) {
+  SELFATTN_OUT_OF_LINE void load(const RowSource& s, Meets meets) {
     if constexpr (kDirect<P>) {
       with_lanes.load(s);
       with_weights.load_shared(s, with_lanes);
@@ -65,8 +65,8 @@ struct TangentKeys {
   }
 
   // Keys first_key .. first_key + keys - 1.
-  void load(const TangentCall& call, int64_t batch, int64_t kv_head, int64_t first_key, int64_t keys_of_block,
-            Meets of_keys, Meets of_values) {
+  SELFATTN_OUT_OF_LINE void load(const TangentCall& call, int64_t batch, int64_t kv_head, int64_t first_key,
+                                 int64_t keys_of_block, Meets of_keys, Meets of_values) {
     first = first_key;
     count = keys_of_block;
     const AttentionParams& p = call.p;

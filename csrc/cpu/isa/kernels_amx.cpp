@@ -1,11 +1,10 @@
-// The fused kernel for AMX, on processors that also have AVX-512. Its calls with few queries are in
-// kernels_amx_decode.cpp.
+// The fused kernel for AMX, on processors that also have AVX-512. Decoding and derivatives are in sources of
+// their own, kernels_amx_*.cpp, so that none takes long to compile.
 #if defined(__x86_64__)
 
 #include "begin_amx.h"
-#include "../pairs/exact_by_tiles.h"
+#include "../pairs/multiply_by_tiles.h"
 #include "../pairs/pipeline.h"
-#include "../pairs/gradient_pipeline.h"
 #include "../pairs/pair_kernel.h"
 #include "end_target.h"
 

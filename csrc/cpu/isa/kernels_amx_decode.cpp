@@ -1,5 +1,4 @@
-// Decoding by the fused kernel for AMX. It is a source of its own, since it is a third of that kernel's code
-// and of the time to compile it.
+// Decoding by the fused kernel for AMX.
 #if defined(__x86_64__)
 
 #include "begin_amx.h"

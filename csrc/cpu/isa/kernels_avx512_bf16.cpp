@@ -10,6 +10,8 @@
 #include "../pairs/decode_by_vectors.h"
 #include "../pairs/exact_by_vectors.h"
 #include "../pairs/pair_decode.h"
+#include "../pairs/pair_backward.h"
+#include "../pairs/pair_tangents.h"
 #include "../pairs/pair_kernel.h"
 #include "end_target.h"
 

@@ -27,6 +27,10 @@
 // compiled without -O (torch.utils.cpp_extension.load passes none) would inline nothing at all.
 #define SELFATTN_INLINE inline __attribute__((always_inline))
 
+// Inlining is forbidden for what many places call once per block or more seldom: copies of such functions
+// were a quarter of the code, and of the time to compile it.
+#define SELFATTN_OUT_OF_LINE __attribute__((noinline))
+
 // The micro-kernels' loops over a tile must be unrolled completely for it to live in registers.
 #if defined(__clang__)
 #define SELFATTN_UNROLL _Pragma("unroll")

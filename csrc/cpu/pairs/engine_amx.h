@@ -79,11 +79,8 @@ class PairEngine {
     return _mm512_or_si512(_mm512_srli_epi32(first, 16), second);
   }
 
-  static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
-    if (p.pieces == 3) return multiply_panels<3, 3>(p, rows, vecs);
-    if (p.pieces == 1) return multiply_panels<1, 1>(p, rows, vecs);
-    p.order == 2 ? multiply_panels<2, 2>(p, rows, vecs) : multiply_panels<2, 3>(p, rows, vecs);
-  }
+  // Defined in multiply_by_tiles.h, for one of the sources that call it.
+  static void multiply(const PairProduct& p, int64_t rows, int64_t vecs);
 
   // A product for multiply_beside, of at least one step.
   struct Panel {

@@ -15,7 +15,6 @@
 #include "gradient_weigher.h"
 
 #include "../fused/gradient_panel.h"
-#include "products_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "pipeline_weigher.h"
+#include "products_of_pairs.h"
 
 #include "../fused/gradient_strip.h"
 

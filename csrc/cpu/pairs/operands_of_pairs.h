@@ -97,7 +97,7 @@ struct LaneOperand<Pairs> {
     floats.allocate(p, columns, arena);
   }
   // Loads the rows times `power`, a power of two.
-  void load(const RowSource& s, float power = 1.0f) {
+  SELFATTN_OUT_OF_LINE void load(const RowSource& s, float power = 1.0f) {
     source = s;
     factor = power;
     floats_are_loaded = false;
@@ -143,7 +143,7 @@ struct RowOperand<Pairs> {
     float_buffer = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
     block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
   }
-  void load(const RowSource& s) {
+  SELFATTN_OUT_OF_LINE void load(const RowSource& s) {
     source = s;
     any_special = false;
     // Whole steps of bfloat16 rows are used where they lie, if rows begin at whole pairs.
@@ -189,7 +189,7 @@ struct SpecialRows {
     visible = arena.take<float>(kKeyBlock * kLanes<Pairs>);
   }
   // `seen` holds the magnitudes of all rows.
-  void mark(const RowSource& s, int pieces, const Magnitudes& seen) {
+  SELFATTN_OUT_OF_LINE void mark(const RowSource& s, int pieces, const Magnitudes& seen) {
     source = s;
     any = false;
     const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
@@ -229,13 +229,13 @@ struct ColumnOperand<Pairs> {
     data = arena.take<uint32_t>(divide_up(count, kKeyBlock) * block_stride);
     specials.allocate(count, columns, arena);
   }
-  void load(const RowSource& s) {
+  SELFATTN_OUT_OF_LINE void load(const RowSource& s) {
     const Magnitudes seen = load_pieces(s, nullptr);
     specials.mark(s, pieces, seen);
     any_large = seen.any_from(kLargeExponent);
     if (specials.any) load_pieces(s, specials.marks);
   }
-  Magnitudes load_pieces(const RowSource& s, const bool* special) const {
+  SELFATTN_OUT_OF_LINE Magnitudes load_pieces(const RowSource& s, const bool* special) const {
     Magnitudes seen = Magnitudes::none();
     for (int64_t row = 0; row < s.rows; row += kKeyBlock) {
       const RowSource rows = s.from(row, smaller(s.rows - row, kKeyBlock));
@@ -275,14 +275,14 @@ struct VectorOperand<Pairs> {
     specials.allocate(count, columns, arena);
   }
   // `in_float` marks more rows as special: see WeightOperand::in_float.
-  void load(const RowSource& s, const float* in_float = nullptr) {
+  SELFATTN_OUT_OF_LINE void load(const RowSource& s, const float* in_float = nullptr) {
     specials.mark(s, pieces, load_pieces(s, nullptr));
     for (int64_t row = 0; in_float != nullptr && row < s.rows; ++row) {
       if (in_float[row] != 0.0f) specials.any = specials.marks[row] = true;
     }
     if (specials.any) load_pieces(s, specials.marks);
   }
-  Magnitudes load_pieces(const RowSource& s, const bool* special) const {
+  SELFATTN_OUT_OF_LINE Magnitudes load_pieces(const RowSource& s, const bool* special) const {
     Magnitudes seen = Magnitudes::none();
     with_pieces(pieces, [&](auto count) {
       load_row_pair_pieces<count.value>(data, pair_stride, piece_stride, s, special, seen);

@@ -3,11 +3,29 @@
 
 #include "products_of_pairs.h"
 
+#include "../fused/overflow.h"
+
 namespace selfattn::cpu {
 extern const Kernel kFusedAvx512;
-}
+// Does what mend_overflow does; defined in isa/kernels_avx512.cpp.
+void mend_overflow_avx512(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch,
+                          int64_t head, int64_t first, int64_t count);
+}  // namespace selfattn::cpu
 
 namespace selfattn::cpu::SELFATTN_ISA {
+
+// Overflow is mended in float, and so seldom that all kernels of pairs share the code for it. A strip of
+// pairs has no more queries than one of kFusedAvx512, and a row's bits do not depend on its strip.
+template <>
+inline void mend_overflow<float>(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch,
+                                 int64_t head, int64_t first, int64_t count) {
+  mend_overflow_avx512(p, outputs, batch, head, first, count);
+}
+template <>
+inline void mend_overflow<double>(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch,
+                                  int64_t head, int64_t first, int64_t count) {
+  mend_overflow_avx512(p, outputs, batch, head, first, count);
+}
 
 // Scales between these bounds, and their inverses, are far inside the range of a float.
 constexpr double kLeastScale = 1e-30, kMostScale = 1e30;

@@ -1,8 +1,8 @@
-// Decoding by pairs: the calls with few queries of pair_kernel.h. They may be compiled in a source of their
-// own, which includes decode_by_vectors.h or decode_by_tiles.h before this file.
+// Decoding by pairs: the calls with few queries of pair_kernel.h. A kernels_*.cpp includes this file after
+// decode_by_vectors.h and, for tiles, decode_by_tiles.h.
 #pragma once
 
-#include "pair_calls.h"
+#include "pair_passes.h"
 
 #include "../fused/decode.h"
 

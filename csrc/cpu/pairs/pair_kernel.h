@@ -1,17 +1,10 @@
 // Entry points of an instruction set that multiplies pairs of bfloat16 numbers. Calls that gain nothing by
-// pairs go to kFusedAvx512. A kernels_*.cpp includes this file last, after exact_by_vectors.h or
-// exact_by_tiles.h.
+// pairs go to kFusedAvx512. A kernels_*.cpp includes this file last.
 #pragma once
 
-#include "pair_calls.h"
+#include "pair_passes.h"
 
-#include "gradients_of_pairs.h"
-
-#include "../fused/backward.h"
-#include "../fused/backward_backward.h"
-#include "../fused/captured_gradient.h"
 #include "../fused/forward.h"
-#include "../fused/jvp.h"
 #include "../fused/weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -33,9 +26,6 @@ struct AllCalls {
     return p.batch_invariant ? 0 : kFewQueries + 1;
   }
 };
-
-// Computes calls with few queries; defined in pair_decode.h.
-void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool);
 
 // `Calls` is GainingCalls or AllCalls.
 template <class Calls>
@@ -105,15 +95,13 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   constexpr auto kFewest = &Calls::fewest_queries, kFewestMoving = &fewest_moving_queries<Calls>;
   kernel.weights = divided<kFewest, weights_pass<Pairs>, &Kernel::weights>;
   kernel.backward_workspace =
-      divided_workspace<kFewest, backward_workspace<Pairs>, &Kernel::backward_workspace>;
-  kernel.backward = divided<kFewest, backward_pass<Pairs>, &Kernel::backward>;
-  kernel.captured_gradients = divided<kFewest, captured_gradients<Pairs>, &Kernel::captured_gradients>;
-  kernel.jvp = divided<kFewestMoving, jvp_pass<ExactPairs>, &Kernel::jvp>;
-  kernel.backward_backward_workspace =
-      divided_workspace<kFewestMoving, backward_backward_workspace<ExactPairs>,
-                        &Kernel::backward_backward_workspace>;
-  kernel.backward_backward =
-      divided<kFewestMoving, backward_backward_pass<ExactPairs>, &Kernel::backward_backward>;
+      divided_workspace<kFewest, pair_backward_workspace, &Kernel::backward_workspace>;
+  kernel.backward = divided<kFewest, pair_backward, &Kernel::backward>;
+  kernel.captured_gradients = divided<kFewest, pair_captured_gradients, &Kernel::captured_gradients>;
+  kernel.jvp = divided<kFewestMoving, pair_jvp, &Kernel::jvp>;
+  kernel.backward_backward_workspace = divided_workspace<kFewestMoving, pair_backward_backward_workspace,
+                                                         &Kernel::backward_backward_workspace>;
+  kernel.backward_backward = divided<kFewestMoving, pair_backward_backward, &Kernel::backward_backward>;
   kernel.scores = in_float<&Kernel::scores>;
   kernel.scores_backward = in_float<&Kernel::scores_backward>;
   kernel.masked_softmax = in_float<&Kernel::masked_softmax>;

@@ -135,7 +135,7 @@ SELFATTN_INLINE bool is_finite_bfloat16(__m512i bits) {
 // Whether a row may be represented by its pieces. Its largest number must not be too small either, since
 // gradients multiply products of two rows by a third row, and must be as exact as those products. A single
 // piece holds NaN and Inf as they are, but a weight of 0 must not meet them.
-inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
+SELFATTN_OUT_OF_LINE inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
   const void* data = element(s.data, s.dtype, row * s.stride);
   bool ordinary = true;
   // The mean over a large batch makes gradients of 1e-12, for which the slow way must not be taken. Products

@@ -28,8 +28,9 @@ inline int64_t block_bytes(const AttentionParams& p, int64_t rows, int64_t colum
 }
 
 // Returns rows of a view of keys or values, copied to `block` if they lie in pages.
-inline RowSource key_source(const AttentionParams& p, const View& view, int64_t batch, int64_t kv_head,
-                            int64_t key, int64_t keys, int64_t columns, char* block) {
+SELFATTN_OUT_OF_LINE inline RowSource key_source(const AttentionParams& p, const View& view, int64_t batch,
+                                                 int64_t kv_head, int64_t key, int64_t keys, int64_t columns,
+                                                 char* block) {
   if (p.pages.table == nullptr) return row_source(view, p.dtype, batch, kv_head, key, keys, columns);
   const int64_t bytes = columns * size_of(p.dtype);
   char* to = block;

@@ -142,13 +142,13 @@ class RowWalk {
   SELFATTN_INLINE const char* next() {
     const char* row = run_.first;
     run_.first += run_.step;
-    if (--run_.rows == 0) run_ = runs_.next();
+    if (--run_.rows == 0) enter_next();
     return row;
   }
   void skip(int64_t rows) {
     while (rows >= run_.rows) {
       rows -= run_.rows;
-      run_ = runs_.next();
+      enter_next();
     }
     run_.first += rows * run_.step;
     run_.rows -= rows;
@@ -166,6 +166,8 @@ class RowWalk {
  private:
   RowRuns runs_;
   RowRun run_;
+
+  SELFATTN_OUT_OF_LINE void enter_next() { run_ = runs_.next(); }
 };
 
 // Prefetches a line. It reads nothing, so the address may lie past the tensor's end. kFetchInto is 3 for all
@@ -212,7 +214,7 @@ class RowsAhead {
   RowWalk rows_, pages_;
   int64_t rows_of_page_ = 1, left_;  // left_: until the next page is prefetched
 
-  void next_page() {
+  SELFATTN_OUT_OF_LINE void next_page() {
     fetch_ahead(pages_.next());
     pages_.skip(rows_of_page_ - 1);
   }

@@ -1,5 +1,11 @@
-// Checks tangents, and allocates those of attention's results.
+// attention_jvp, the forward mode of attention_forward, and attention_backward_backward, second derivatives;
+// see Note [Second derivatives] in core/tangents.h.
 #include "tangent_arguments.h"
+
+#include "attention_backward.h"
+#include "attention_forward.h"
+#include "engine.h"
+#include "operators.h"
 
 namespace selfattn::ops {
 
@@ -68,6 +74,65 @@ ResultTangents allocate_tangents(const AttentionParams& p, const Input& query) {
     result.lse.fill_zero();
   }
   return result;
+}
+
+void attention_jvp(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query = stack.tensor();
+  const TensorHandle key = stack.tensor();
+  const TensorHandle value = stack.tensor();
+  const double scale = stack.number();
+  TangentTensors tangents(stack);
+  const bool need_residual = stack.flag();
+  const Options options(stack);
+
+  const ForwardCall call(query, key, value, scale, options);
+  const AttentionParams& p = call.params;
+  JvpArguments arguments;
+  arguments.tangents = checked_tangents(tangents, p, call.query, call.key, call.value, options);
+  Output out = call.allocate_out("out");
+  Output row_max = call.allocate_statistic("row_max");
+  Output row_sum = call.allocate_statistic("row_sum");
+  const bool has_residual = need_residual && call.rounds();
+  Output residual =
+      has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype, call.query.device);
+  ResultTangents results = allocate_tangents(p, call.query);
+  arguments.forward = {out.view(p.dtype), row_max.data, row_sum.data, has_residual ? residual.data : nullptr};
+  arguments.tangent_out = results.out.view(p.dtype);
+  arguments.tangent_lse = results.lse.data;
+  engine_of(call.query.device).jvp(options.kernel_name.text, p, arguments, call.query.device);
+  stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle, results.out.handle,
+            results.lse.handle);
+}
+
+void attention_backward_backward(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  BackwardTensors tensors(stack);
+  tensors.row_max = stack.tensor();
+  tensors.row_sum = stack.tensor();
+  const double scale = stack.number();
+  TangentTensors tangents(stack);
+  tensors.out_residual = stack.optional_tensor();
+  tensors.grad_row = stack.optional_tensor();
+  const bool need_mask_grad = stack.flag();
+  const Options options(stack);
+
+  const BackwardCall call(tensors, scale, options);
+  const AttentionParams& p = call.params;
+  const Device device = call.query.device;
+  BackwardBackwardArguments arguments;
+  arguments.tangents = checked_tangents(tangents, p, call.query, call.key, call.value, options);
+  arguments.backward = call.arguments;
+  ResultTangents results = allocate_tangents(p, call.query);
+  arguments.tangent_out = results.out.view(p.dtype);
+  arguments.tangent_lse = results.lse.data;
+
+  GradientResults gradients(call, need_mask_grad, options, arguments.backward);
+  engine_of(device).backward_backward(options.kernel_name.text, p, arguments, device);
+  Gradients grads = gradients.finish();
+  grads.allocate_missing();
+  stack.put(grads.query.handle, grads.key.handle, grads.value.handle, grads.mask.handle, grads.slopes.handle,
+            grads.sinks.handle, results.out.handle, results.lse.handle);
 }
 
 }  // namespace selfattn::ops
