@@ -163,7 +163,10 @@ class Runner:
             self.ask_together(mutants[half:], tests)
             return
         for mutant in mutants:
-            result = {**self.results[mutant["number"]], "state": state, "by": by}
+            earlier = self.results[mutant["number"]]
+            # Chosen tests say nothing of the others.
+            still = earlier["state"] if tests and state == "survived" else state
+            result = {**earlier, "state": still, "by": by}
             result["seconds"] = round(result["seconds"] + share, 1)
             if not tests:
                 result["passed"] = list(self.copy.texts)
