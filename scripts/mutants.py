@@ -53,10 +53,10 @@ def run(arguments: argparse.Namespace) -> None:
         chosen = counted(content, runner.results)
         return [each for each in chosen if wanted(each, only) and runner.state(each) in states]
 
-    if arguments.together or arguments.phases > 1:
+    tests = shlex.split(arguments.tests)
+    if not tests and (arguments.together or arguments.phases > 1):
         copy.warm()
     if arguments.together:
-        tests = shlex.split(arguments.tests)
         runner.ask_together(of_state("open", *(["survived"] if tests else [])), tests)
     else:
         while remaining := [each for each in of_state("", "open") if each["number"] not in asked]:
