@@ -108,7 +108,21 @@ class Copy:
         """Compiles what has changed, with flags that compile quickly; False if something does not compile."""
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         environment = self.environment(CXX=str(self.clean / "c++"), MAX_JOBS="2")
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True).returncode == 0
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait() == 0
+        except BaseException:
+            # ninja, which is in the group, ends the compilers.
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
 
     def phases(self, file: str, text: str, killers: Iterable[str]) -> list[list[str]]:
         """The test modules for a changed file: those most likely to notice, the other quick ones, the rest.
