@@ -119,6 +119,7 @@ ELSEWHERE = {
     "test_makefile": "is about the build",
     "test_modules": "is about the tests",
     "test_moving": "is about what torch's functions do on the CPU",
+    "test_mutants": "is about the sources",
     "test_ninja_build": "is about the build",
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
