@@ -37,7 +37,7 @@ def fitted(case: Case, kernel: str) -> Case:
         return replace(case, dtype=torch.float32)
     dims = case.head_dim, case.value_dim
     if kernel == "sm90" and max(dims) > WIDE_ABOVE and case.layout in MAPPED:
-        # sm80, of which there is no instance so wide, computes weights and gradients of masks, and takes layouts
+        # There is no instance of sm80 so wide, which computes weights and gradients of masks, and takes layouts
         # that boxes cannot copy.
         mask = case.mask if case.mask is None or case.mask.startswith("bool") else "bool"
         case = replace(case, weights=False, mask=mask, grad_layout=MAPPED[0])
