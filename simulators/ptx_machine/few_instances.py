@@ -37,8 +37,8 @@ def fitted(case: Case, kernel: str) -> Case:
         return replace(case, dtype=torch.float32)
     dims = case.head_dim, case.value_dim
     if kernel == "sm90" and max(dims) > WIDE_ABOVE and case.layout in MAPPED:
-        # There is no instance of sm80 so wide, which computes weights and gradients of masks, and takes layouts
-        # that boxes cannot copy.
+        # There is no instance so wide of sm80, which computes weights and gradients of masks, and takes what
+        # boxes cannot copy.
         mask = case.mask if case.mask is None or case.mask.startswith("bool") else "bool"
         case = replace(case, weights=False, mask=mask, grad_layout=MAPPED[0])
         fit = min(dims[0], WIDE_MOST), min(dims[1], WIDE_MOST)
