@@ -13,11 +13,13 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cuda_emulator import build as cuda_emulator
+from ninja_file import ROOT, NinjaFile, Tools, run_ninja, tools
 
-ROOT = cuda_emulator.ROOT
+CSRC = ROOT / "csrc"
 EMULATOR = ROOT / "simulators" / "avx512"
 
+#: The name of the Python module, as selfattn_ext/build/library.py imports it.
+MODULE = "_C"
 #: The library of simulators/amx, beside the one of the package.
 AMX = "libselfattn_amx_emulator.so"
 
@@ -40,27 +42,27 @@ CHANGED = ("cpu/isa/*avx512*", "cpu/isa/*amx*", "cpu/pairs/*", "peak/*avx512*", 
 
 def copy_sources(to: Path) -> None:
     """Brings the changed copy of csrc up to date; a file that has not changed keeps its time."""
-    changed = {path for pattern in CHANGED for path in cuda_emulator.CSRC.glob(pattern)}
-    for path in cuda_emulator.CSRC.rglob("*"):
+    changed = {path for pattern in CHANGED for path in CSRC.glob(pattern)}
+    for path in CSRC.rglob("*"):
         if not path.is_file():
             continue
         text = path.read_text(encoding="utf-8")
         if path in changed:
             for pattern, new in CHANGES:
                 text = pattern.sub(new, text)
-        copy = to / path.relative_to(cuda_emulator.CSRC)
+        copy = to / path.relative_to(CSRC)
         if not copy.exists() or copy.read_text(encoding="utf-8") != text:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(text, encoding="utf-8")
 
 
-def write_ninja(tools: cuda_emulator.Tools, csrc: Path) -> cuda_emulator.NinjaFile:
+def write_ninja(found: Tools, csrc: Path) -> NinjaFile:
     """Describes the library of a build without CUDA, and that of the emulator of AMX."""
-    file = cuda_emulator.NinjaFile(tools)
+    file = NinjaFile(found)
     # GCC warns that AVX-512 changes how vectors of 512 bits are passed, but no part of this library uses it.
     common = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-psabi"]
-    python = ["-isystem", str(tools.torch / "include"), "-isystem", sysconfig.get_path("include")]
-    names = [f"-DTORCH_EXTENSION_NAME={cuda_emulator.MODULE}", "-DSELFATTN_NAMESPACE=selfattn"]
+    python = ["-isystem", str(found.torch / "include"), "-isystem", sysconfig.get_path("include")]
+    names = [f"-DTORCH_EXTENSION_NAME={MODULE}", "-DSELFATTN_NAMESPACE=selfattn"]
     flags = [*common, f"-I{csrc}", f"-I{EMULATOR}", *python, *names]
     sources = sorted(path for path in csrc.rglob("*.cpp") if "cuda" not in path.relative_to(csrc).parts)
     amx = sorted((ROOT / "simulators" / "amx").glob("*.cpp"))
@@ -72,9 +74,9 @@ def write_ninja(tools: cuda_emulator.Tools, csrc: Path) -> cuda_emulator.NinjaFi
         file.objects(amx, "amx", ["-std=c++17", "-fPIC", "-O3"]),
         ["-shared", "-ldl", f"-Wl,-soname,{AMX}"],
     )
-    torch = tools.torch / "lib"
+    torch = found.torch / "lib"
     link = ["-shared", "-ldl", f"-L{torch}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch}"]
-    file.link(f"{cuda_emulator.MODULE}.so", [*objects, AMX], link)
+    file.link(f"{MODULE}.so", [*objects, AMX], link)
     return file
 
 
@@ -87,16 +89,11 @@ def build(jobs: int | None = None) -> Path:
     Raises:
         RuntimeError: something does not compile; the message holds the compiler's output.
     """
-    found = cuda_emulator.tools()
+    found = tools()
     folder = ROOT / "build" / "avx512_emulator" / f"{sys.implementation.cache_tag}_torch{found.torch_version}"
     copy_sources(folder / "csrc")
-    return cuda_emulator.run_ninja(
-        found,
-        folder,
-        "library.ninja",
-        write_ninja(found, folder / "csrc"),
-        f"{cuda_emulator.MODULE}.so",
-        jobs,
+    return run_ninja(
+        found, folder, "library.ninja", write_ninja(found, folder / "csrc"), f"{MODULE}.so", jobs
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .ninja_file import ROOT, NinjaFile, Tools, run_ninja, tools
+from ninja_file import ROOT, NinjaFile, Tools, run_ninja, tools
 
 # It is loaded by path, because importing the package would load its library, which another build then
 # replaces.

@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+from ninja_file import ROOT, NinjaFile, Tools, run_ninja, tools
+
 from . import build as machine
 from .few_instances import FEW
-from .ninja_file import ROOT, NinjaFile, Tools, run_ninja, tools
 
 CSRC = machine.CSRC
 ON_HOST = machine.MACHINE / "on_host"

@@ -23,7 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import build, ninja_file, probe, wrapper_models
+import ninja_file
+
+from . import build, probe, wrapper_models
 
 PTX, DEVICE = "ptx_sm80.cuh", "device.cuh"
 

@@ -34,7 +34,7 @@ EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
 #: Modules of the suite, and which of their tests run here; one process runs all of them.
 CHOSEN = {
     "test_declared_options.py": "amx",
-    "test_flex_blocks.py": "every_kind and amx and bfloat16",
+    "test_flex_blocks.py": "every_kind and bfloat16",
     "test_flex_options.py": "statistics",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",
@@ -46,7 +46,7 @@ LONG = {
     "test_amx_choice.py": "",
     "test_bfloat16_derivatives.py": "amx",
     "test_determinism.py": "amx",
-    "test_flex_blocks.py": "every_kind and amx",
+    "test_flex_blocks.py": "every_kind",
     "test_gradient_blocks.py": "amx and not with_and_without",
     "test_pieces.py": "amx",
     "test_ragged_blocks.py": "fused-amx",

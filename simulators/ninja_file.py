@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 # It is loaded by path, because importing the package would load the library that may be about to be built.
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "toolchain.py")))
