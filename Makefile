@@ -1,9 +1,9 @@
 # From a fresh clone, on a machine with python3 (3.10 or newer), a C++17 compiler and make:
 #
-#   make build          compile what has changed, and install in place            4 minutes the first time
+#   make build          compile what has changed, and install in place            75 seconds the first time
 #   make demo           train a small transformer on these kernels and on torch's   about a minute
 #   make quick          what to run before each commit                            a minute and a half
-#   make test           the Python tests                                         10 minutes on two cores
+#   make test           the Python tests                                         5 minutes on two cores
 #   make lint           ruff, clang-format, mypy, shellcheck, names of files in comments; make format corrects style
 #   make cpp-test       the C++ unit tests; with a sanitizer: SANITIZE=thread or SANITIZE=address,undefined
 #   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
@@ -15,7 +15,7 @@
 #
 # ARGS passes arguments on: make test ARGS="-k causal -x", make demo ARGS="--text book.txt".
 # The commands make .venv and install torch there, unless an environment with torch 2.11 or newer is activated.
-# .ci/run runs all checks, which takes about an hour on two cores. CONTRIBUTING.md says how to add a kernel, an
+# .ci/run runs all checks, which takes about 45 minutes on two cores. CONTRIBUTING.md says how to add a kernel, an
 # option or a test.
 # PYTHON3 chooses the Python that .venv is made with: make build PYTHON3=python3.12
 # TORCH chooses the torch of .venv, and may hold any options of pip: make test TORCH="torch==2.14.1"

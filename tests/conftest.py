@@ -65,7 +65,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [
         "order: one of the longest tests and some quick ones, then all of the longest, so that no process is "
         "left alone with one at the end: few dots in the first minutes, thousands in the last. With two "
-        "processes all take six to ten minutes."
+        "processes all take about five minutes."
     ]
 
 
