@@ -37,7 +37,7 @@ if gpu.DEVICE != "cpu":
 
 
 #: Modules whose tests take up to minutes each. They start first, so that no process ends alone with one.
-LONGEST = ("test_kernel_cases.py", "test_jit.py", "test_cuda_engine.py", "test_amx_emulated.py")
+LONGEST = ("test_kernel_cases.py", "test_jit.py", "test_kernel_engine.py", "test_amx_emulated.py")
 #: Modules of many quick tests. Another process runs them right after the first of those, so that a person who
 #: waits sees tests pass.
 QUICK = ("test_functional.py", "test_edge_cases.py")

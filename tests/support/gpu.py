@@ -112,7 +112,7 @@ ELSEWHERE = {
     "test_instances": "is about the build",
     "test_isa_shares": "is about the tests",
     "test_jit": "is about the build",
-    "test_kernel_cases": "runs kernels on the machine that runs PTX",
+    "test_kernel_": "runs kernels on the machine that runs PTX",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_library": "is about the build",
     "test_list_files": "is about the sources",

@@ -4,7 +4,7 @@
 
 judges every operator by the formula, as cases.check does, on the device as on the CPU, also for tensors
 without elements; shapes, strides and dtypes must be the same on both. It prints how many calls the device has
-had. tests/cuda/test_cuda_engine.py runs it. Memory of results and workspaces is NaN beforehand.
+had. tests/cuda/test_kernel_engine.py runs it. Memory of results and workspaces is NaN beforehand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m ptx_machine.kernel_cases.mask_alone
 
-It prints how many calls the device has had. tests/cuda/test_cuda_engine.py runs it. Most sequences have
+It prints how many calls the device has had. tests/cuda/test_kernel_engine.py runs it. Most sequences have
 more than one tile of queries and of keys: sums over them must not depend on the batch or on the longest
 sequence.
 """
