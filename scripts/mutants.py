@@ -131,7 +131,7 @@ def main() -> None:
     showing = commands.add_parser("table", help="a table of results")
     showing.add_argument("results", type=Path, nargs="+")
     arguments = parser.parse_args()
-    # What has been applied is undone where somebody stops this program, too.
+    # A mutant is undone also if somebody stops this program.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     if arguments.command == "table":
         print(table(arguments.results))

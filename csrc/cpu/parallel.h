@@ -30,7 +30,7 @@ inline int64_t items_per_claim(Items kind, int64_t items, int64_t workers) {
   return kind == Items::kInOrder ? 1 : larger(smaller(items / (16 * workers), 8), 1);
 }
 
-// What the workers of for_each_item share.
+// The workers of for_each_item share this.
 struct SharedItems {
   const void* task;
   int64_t items, claim;

@@ -103,7 +103,7 @@ class Runner:
         ]
         phases = self.copy.phases(mutant["file"], surroundings, killers)
         known = self.killers.get(mutant["number"], "")
-        # What killed it before is asked alone before the first phase.
+        # The module that killed it before is asked alone, before the first phase.
         phases[0:1] = [[known], phases[0]] if known in self.copy.texts else [[], phases[0]]
 
         def ask() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-// What every kernel needs of CUDA: launches, shared memory, errors.
+// Launches, shared memory and errors of CUDA, as every kernel uses them.
 //
 // All shared memory is dynamic, so that a block has one array of it, whose size the launch knows.
 #pragma once
