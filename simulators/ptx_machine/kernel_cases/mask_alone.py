@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from .engine_cases import SCALE, Device
+from .engine_device import SCALE, Device
 
 # isort: split
 import torch

@@ -23,8 +23,8 @@ from . import device_plugin  # noqa: F401  (before the package)
 import torch
 from torch import Tensor
 
-from .engine_cases import FEW as FEW_INSTANCES
-from .engine_cases import Device, able
+from .engine_device import FEW as FEW_INSTANCES
+from .engine_device import Device, able
 from .split_cases import FEW_QUERIES, SPLIT
 
 HEADS, KV_HEADS, DIM = 2, 1, 40 if FEW_INSTANCES else 16
