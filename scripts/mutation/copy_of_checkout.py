@@ -146,7 +146,7 @@ class Copy:
             kin = any(len(word) > 3 and word in words[-1] for word in stem.split("_"))
             # Attention and its gradients are what all of csrc is for.
             main = float(file.startswith("csrc/") and words[1] in ("attention", "gradients"))
-            main += 6 * (simulated and re.search("emulated|ptx", words[-1]) is not None)
+            main += 6 * (simulated and re.search("test_(?:kernel|ptx|emulated)_", words[-1]) is not None)
             seen = min(4, sum(name in body for name in names))
             return own + near + 1.5 * kin + main + seen + 2 * noticed[module]
 
