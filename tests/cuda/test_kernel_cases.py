@@ -11,9 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import modules
 import pytest
@@ -44,9 +42,6 @@ OF_SM90 = ("hopper_cases", "hopper_backward_cases", "sequence_cases")
 #: bit.
 MAIN = "5:late"
 OTHERS = ["0:eager", "11:late", "0:late"]
-#: Millions of products in the largest case of several orders.
-MOST = 7
-
 #: Existing tests that say something about a forced kernel, and pytest's expression that selects some of them;
 #: the lists take turns.
 CHOSEN: list[tuple[str, str]] = [
@@ -69,10 +64,23 @@ def environment(kernel: str, few: bool, checked: bool = False, **variables: str)
     return host_build.environment(library, **{f"SELFATTN_{name}": value for name, value in chosen.items()})
 
 
-def lines(cases: str, environment: dict[str, str], *choice: object) -> list[str]:
-    """The output of a module of cases: a line for each case, with the digest of its results at the end."""
+def share_of(kernel: str, first: int) -> list[str]:
+    """The cases of a kernel for few instances, as run_cases takes them."""
+    return [f"{name}:{every}:{first}" for name, (every, _) in CASES.items() if judges(name, kernel)]
+
+
+def turn_of(kernel: str) -> list[str]:
+    """The cases of a kernel for all instances whose turn it is."""
+    firsts = {name: turns.chosen(range(every)) for name, (_, every) in CASES.items() if judges(name, kernel)}
+    return [f"{name}:{CASES[name][1]}:{it[0]}" if len(it) == 1 else name for name, it in firsts.items()]
+
+
+def lines(kernel: str, environment: dict[str, str], *arguments: str) -> list[str]:
+    """The output of a kernel's cases: a line for each, with the digest of its results at the end. One process
+    runs them all, because its start takes as long as the cases of a module.
+    """
     run = subprocess.run(
-        [sys.executable, "-m", f"ptx_machine.kernel_cases.{cases}", *map(str, choice)],
+        [sys.executable, "-m", "ptx_machine.kernel_cases.run_cases", *arguments],
         env={**environment, "SELFATTN_PTX_PROFILE": "1"},
         capture_output=True,
         text=True,
@@ -81,51 +89,49 @@ def lines(cases: str, environment: dict[str, str], *choice: object) -> list[str]
     failed = "\n".join(line for line in run.stdout.splitlines() if "FAILED" in line)
     assert run.returncode == 0, failed + run.stderr
     # A kernel that never ran proves nothing: the machine lists the kernels that it has executed.
-    kernel = environment["SELFATTN_KERNEL"]
     assert re.search(rf"selfattn4cuda4{kernel}", run.stderr), run.stderr
-    return run.stdout.splitlines()
+    found = run.stdout.splitlines()
+    begun = {word for line in found for word in line.split()[:2]}
+    assert {name for name in CASES if judges(name, kernel)} <= begun
+    return found
 
 
-def of_each(cases: Iterable[str]) -> list[Any]:
-    """(cases, kernel) as parameters; a process of pytest-xdist runs all tests of one of them."""
-    return [
-        pytest.param(it, kernel, id=f"{kernel}-{it}", marks=pytest.mark.xdist_group(f"{kernel} {it}"))
-        for it in cases
-        for kernel in KERNELS
-        if (it in OF_SM90 if kernel == "sm90" else not it.startswith("hopper"))
-        and (it, kernel) != ("tangent_cases", "sm80")
-    ]
+def judges(cases: str, kernel: str) -> bool:
+    """Whether a kernel computes a module's cases."""
+    if kernel == "sm90":
+        return cases in OF_SM90
+    return not cases.startswith("hopper") and (cases, kernel) != ("tangent_cases", "sm80")
 
 
-@pytest.mark.parametrize(("cases", "kernel"), of_each(CASES))
-def test_cases_are_accurate_and_have_no_races(cases: str, kernel: str) -> None:
-    every = CASES[cases][0]
+#: The instances that compile fast, and cases of at most 7 million products.
+FEW = ("--few", "--most", "7")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cases_are_accurate_and_have_no_races(kernel: str) -> None:
     run = environment(kernel, few=True, PTX_RACES="1")
-    assert len(lines(cases, run, every, 0, MOST, "--few", "--schedules", MAIN)) > 5
+    assert len(lines(kernel, run, *share_of(kernel, 0), *FEW, "--schedules", MAIN)) > 25
 
 
 @pytest.mark.ptx_machine
-@pytest.mark.parametrize(("cases", "kernel"), of_each(CASES))
-def test_every_instance_is_accurate(cases: str, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_instance_is_accurate(kernel: str) -> None:
     """All instances of the kernels; the shares of the cases take turns."""
-    every = CASES[cases][1]
-    for first in turns.chosen(range(every)):
-        assert len(lines(cases, environment(kernel, few=False), every, first)) > 5
+    assert len(lines(kernel, environment(kernel, few=False), *turn_of(kernel))) > 25
 
 
 @pytest.mark.ptx_machine
-@pytest.mark.parametrize(("cases", "kernel"), of_each(CASES))
-def test_orders_do_not_change_a_bit(cases: str, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_orders_do_not_change_a_bit(kernel: str) -> None:
     """The bits are those of the main order, for which other tests say that the cases are accurate."""
     other = turns.chosen(OTHERS)[0]
     run = environment(kernel, few=True, PTX_RACES="1")
     found: dict[str, dict[str, str]] = {MAIN: {}, other: {}}
-    every = CASES[cases][0]
-    for line in lines(cases, run, every, 1, MOST, "--few", "--again", "--schedules", MAIN, other):
+    for line in lines(kernel, run, *share_of(kernel, 1), *FEW, "--again", "--schedules", MAIN, other):
         order, case = line.split(" ", 1)
         case, digest = case.rsplit(" ", 1)
         found[order][case] = digest
-    assert len(found[MAIN]) > 2
+    assert len(found[MAIN]) > 20
     assert found[other] == found[MAIN]
 
 
@@ -148,14 +154,14 @@ for queries in (17, 100, 129):
 
 @pytest.mark.sanitizers
 @turns.only_in(1, 3)
-@pytest.mark.parametrize(("cases", "kernel"), of_each(CASES))
-def test_sanitizers_find_nothing_in_the_plans(cases: str, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sanitizers_find_nothing_in_the_plans(kernel: str) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer watch the host's sources, which plan launches."""
     options = host_build.sanitizers()
     if options is None:
         pytest.skip("the compiler has no libasan and libubsan to preload")
     run = environment(kernel, few=True, checked=True) | options
-    assert len(lines(cases, run, CASES[cases][0], 2, MOST, "--few", "--again")) > 2
+    assert len(lines(kernel, run, *share_of(kernel, 2), *FEW, "--again")) > 20
 
 
 @pytest.mark.ptx_machine

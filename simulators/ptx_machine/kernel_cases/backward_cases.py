@@ -1,9 +1,4 @@
-"""Gradients of every option on one kernel, judged as tests/support/tolerances.py demands.
-
-    SELFATTN_KERNEL=simt python -m ptx_machine.kernel_cases.backward_cases [EVERY [FIRST [MOST]]]
-
-prints a digest of each case's results and gradients: see run_cases.py.
-"""
+"""Gradients of every option on one kernel, judged as tests/support/tolerances.py demands."""
 
 from __future__ import annotations
 
@@ -15,11 +10,12 @@ from . import plugin  # noqa: F401  (before the package)
 
 # isort: split
 import torch
-from cases import DTYPES, LAYOUTS, MASKS, MORE_MASKS, Case, check, cotangents_of, gradients, laid_out
+from cases import DTYPES, LAYOUTS, MASKS, MORE_MASKS, Case, cotangents_of, gradients, laid_out
+from cases import check as check_accuracy
 from option_pairs import as_case, covering
 from torch import Tensor
 
-from . import run_cases
+from .digests import bytes_of
 
 OPTIONS = {
     "dtype": list(DTYPES),
@@ -92,7 +88,7 @@ def _bare_cases() -> list[Case]:
         for keys, causal in ((64, False), (192, True), (200, False))
     ]
     masked = [Case(1, 2, 1, 70, keys, 64, 64, dtype, mask="low") for dtype in DTYPES for keys in (64, 192)]
-    # There are queries that see nothing and keys that nobody sees: check_hidden fills them with NaN.
+    # There are queries that see nothing and keys that nobody sees: check() fills them with NaN.
     hidden = [
         Case(1, 2, 1, *lengths, size, size, dtype, is_causal=True, query_offset=-20, lse=True)
         for dtype in DTYPES
@@ -139,11 +135,11 @@ def fill_hidden(case: Case, tensors: dict[str, Tensor]) -> bool:
     return bool(blind.any() or unseen.any())
 
 
-def check_hidden(case: Case) -> dict[str, Tensor]:
+def check(case: Case) -> dict[str, Tensor]:
     """Asserts that results and gradients are accurate, and that NaN in hidden places changes no bit of them.
     Returns them.
     """
-    results = check(case)
+    results = check_accuracy(case)
     tensors = case.inputs()
     cotangents = cotangents_of(results, case.seed)
     cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
@@ -151,10 +147,6 @@ def check_hidden(case: Case) -> dict[str, Tensor]:
         again = case.run(tensors)
         again |= gradients(again, cotangents, tensors)
         for name, result in again.items():
-            same = run_cases.bytes_of(result) == run_cases.bytes_of(results[name])
+            same = bytes_of(result) == bytes_of(results[name])
             assert same, f"{name}, with NaN in what is hidden"
     return results
-
-
-if __name__ == "__main__":
-    run_cases.main(cases(), check_hidden)

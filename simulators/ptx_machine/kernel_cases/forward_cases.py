@@ -1,9 +1,4 @@
-"""Forwards of every option on one kernel, judged as tests/support/tolerances.py demands.
-
-    SELFATTN_KERNEL=simt python -m ptx_machine.kernel_cases.forward_cases [EVERY [FIRST [MOST]]]
-
-prints a digest of each case's results: see run_cases.py.
-"""
+"""Forwards of every option on one kernel, judged as tests/support/tolerances.py demands."""
 
 from __future__ import annotations
 
@@ -18,8 +13,6 @@ import torch
 from cases import DTYPES, Case, Judge
 from option_pairs import as_case, covering
 from torch import Tensor
-
-from . import run_cases
 
 LENGTHS = (1, 63, 64, 65, 200)
 HEAD_DIMS = (16, 64, 80, 128)
@@ -88,7 +81,3 @@ def check(case: Case) -> dict[str, Tensor]:
     ours = case.run(tensors)
     Judge(case, tensors).assert_accurate(ours)
     return ours
-
-
-if __name__ == "__main__":
-    run_cases.main(cases(), check)

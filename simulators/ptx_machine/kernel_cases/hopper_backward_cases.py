@@ -1,9 +1,4 @@
-"""Gradients of the kernel for Hopper: its tiles, head dims, options and special numbers.
-
-    SELFATTN_KERNEL=sm90 python -m ptx_machine.kernel_cases.hopper_backward_cases [EVERY [FIRST [MOST]]]
-
-prints a digest of each case's results: see run_cases.py.
-"""
+"""Gradients of the kernel for Hopper: its tiles, head dims, options and special numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from cases import LAYOUTS, MASKS, Case, cotangents_of, gradients, laid_out
 from option_pairs import as_case, covering
 from torch import Tensor
 
-from . import backward_cases, run_cases
+from . import backward_cases
 
 OPTIONS = {
     **backward_cases.OPTIONS,
@@ -102,7 +97,7 @@ def check(case: Case) -> dict[str, Tensor]:
     in a key, or in the gradient of a query's output, reaches exactly the rows that see it. Returns the
     results.
     """
-    ours = backward_cases.check_hidden(case)
+    ours = backward_cases.check(case)
     if not case.is_causal or case.mask is not None or case.layout == "expanded" or case.dropout_p > 0:
         return ours
     key, query = case.keys // 2, case.queries // 2
@@ -128,7 +123,3 @@ def _with_nan(case: Case, ours: dict[str, Tensor], where: str, row: int) -> dict
     cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
     (tensors | {"out": cotangents["out"]})[where].detach()[..., row, 0] = torch.nan
     return gradients(case.run(tensors), cotangents, tensors)
-
-
-if __name__ == "__main__":
-    run_cases.main(cases(), check)

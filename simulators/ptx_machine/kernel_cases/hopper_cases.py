@@ -1,10 +1,6 @@
 """Forwards of the kernel for Hopper: its tiles, head dims, options and items of work.
 
 Some items of work have the queries of several heads.
-
-    SELFATTN_KERNEL=sm90 python -m ptx_machine.kernel_cases.hopper_cases [EVERY [FIRST [MOST]]]
-
-prints a digest of each case's results: see run_cases.py.
 """
 
 from __future__ import annotations
@@ -21,7 +17,8 @@ from cases import MASKS, Case
 from option_pairs import as_case, covering
 from torch import Tensor
 
-from . import forward_cases, run_cases, sequence_cases
+from . import forward_cases, sequence_cases
+from .digests import bytes_of
 from .sequence_case import SequenceCase
 
 OPTIONS = {
@@ -182,8 +179,4 @@ def assert_like_own_keys(case: Case, ours: dict[str, Tensor]) -> None:
         tensors[name] = tensors[name].repeat_interleave(case.heads // case.kv_heads, 1)
     own = replace(case, kv_heads=case.heads).run(tensors)
     for name, result in ours.items():
-        assert run_cases.bytes_of(result) == run_cases.bytes_of(own[name]), f"{name} of heads by themselves"
-
-
-if __name__ == "__main__":
-    run_cases.main(cases(), check)
+        assert bytes_of(result) == bytes_of(own[name]), f"{name} of heads by themselves"

@@ -1,10 +1,7 @@
 """Packed sequences, caches and pages, on one kernel.
 
-    SELFATTN_KERNEL=simt python -m ptx_machine.kernel_cases.sequence_cases [EVERY [FIRST [MOST]]]
-
-prints a digest of each case's results and gradients: see run_cases.py. The formula of each sequence judges
-the operators' results, which must have the bits of a call for that sequence alone. Memory outside of the
-sequences is NaN, and unused page numbers are those of no page.
+The formula of each sequence judges the operators' results, which must have the bits of a call for that
+sequence alone. Memory outside of the sequences is NaN, and unused page numbers are those of no page.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from torch import Tensor
 
 from selfattn_ext import ops, reference
 
-from . import run_cases
+from .digests import bytes_of
 from .sequence_case import Named, SequenceCase
 
 #: Queries and keys of each sequence: none, one, around the edges of tiles and of the kernels for few queries.
@@ -197,7 +194,7 @@ def assert_alone(case: SequenceCase, given: Named, results: Named) -> None:
             for name in ("grad of key", "grad of value"):
                 parts[name] = case.key_rows(results, name, b)
         for name, part in parts.items():
-            found, expected = (run_cases.bytes_of(it) for it in (part, alone.get(name, part)))
+            found, expected = (bytes_of(it) for it in (part, alone.get(name, part)))
             assert found == expected, f"{name} of sequence {b} is not what it is alone"
 
 
@@ -214,7 +211,7 @@ def assert_undisturbed(case: SequenceCase, given: Named, results: Named) -> None
         for name in ("out", "grad of query", "grad of key", "grad of value"):
             side = int(name.endswith(("key", "value")))
             parts = (case.rows(of[name], b, side, True) for of in (results, again))
-            found, expected = map(run_cases.bytes_of, parts)
+            found, expected = map(bytes_of, parts)
             assert found == expected, f"{name} of sequence {b}, with NaN in another"
 
 
@@ -232,7 +229,7 @@ def assert_longest_does_not_matter(case: SequenceCase, given: Named, results: Na
             continue  # the order of its sums over the batch follows from the longest sequence
         if result.shape != other.shape:
             other = other[:, :, : result.shape[2], : result.shape[3]]
-        assert run_cases.bytes_of(result) == run_cases.bytes_of(other), f"{name}, with a longer maximum"
+        assert bytes_of(result) == bytes_of(other), f"{name}, with a longer maximum"
 
 
 @torch.no_grad()
@@ -265,7 +262,3 @@ def compute(case: SequenceCase) -> Named:
 def _has_others(case: SequenceCase) -> bool:
     """Whether a sequence shares packed tensors with another."""
     return case.form == "packed" and case.batch > 1
-
-
-if __name__ == "__main__":
-    run_cases.main(cases(), check, compute)

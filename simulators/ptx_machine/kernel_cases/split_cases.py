@@ -2,10 +2,7 @@
 
 Long sequences are in a batch with sequences of fewer keys than a split has (csrc/cuda/split/split_keys.h).
 
-    SELFATTN_KERNEL=simt python -m ptx_machine.kernel_cases.split_cases [EVERY [FIRST [MOST]]]
-
-prints a digest of each case's results: see run_cases.py. The cases are checked like those of
-sequence_cases.py.
+The cases are checked like those of sequence_cases.py.
 """
 
 from __future__ import annotations
@@ -15,9 +12,10 @@ from . import plugin  # noqa: F401  (before the package)
 # isort: split
 import torch
 
-from .run_cases import main
 from .sequence_case import SequenceCase
 from .sequence_cases import check, compute
+
+__all__ = ["cases", "check", "compute"]
 
 #: A sequence's keys are split if it has at most this many queries.
 FEW_QUERIES = 16
@@ -101,7 +99,3 @@ def cases() -> list[SequenceCase]:
         ),
     ]
     return [case.made() for case in chosen]
-
-
-if __name__ == "__main__":
-    main(cases(), check, compute)

@@ -1,9 +1,7 @@
 """Forward mode and second derivatives of every option on one kernel, judged by the formula.
 
-    SELFATTN_KERNEL=simt python -m ptx_machine.kernel_cases.tangent_cases [EVERY [FIRST [MOST]]]
-
-prints a digest of each case's results: see run_cases.py. NaN in hidden places of inputs and tangents must
-change nothing, and a batch element or sequence must have the bits that it has alone.
+NaN in hidden places of inputs and tangents must change nothing, and a batch element or sequence must have the
+bits that it has alone.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from tangent_case import (
 from tangent_case import operators as operators_on
 from torch import Tensor
 
-from . import run_cases
 from .backward_cases import fill_hidden
+from .digests import bytes_of
 from .sequence_case import SequenceCase
 from .sequence_cases import numbers_of_call
 
@@ -95,7 +93,7 @@ def operators(case: Case, numbers: dict[str, Any], *tensors: Named) -> Named:
 
 
 def assert_same(found: Tensor, expected: Tensor, what: str) -> None:
-    assert run_cases.bytes_of(found) == run_cases.bytes_of(expected), what
+    assert bytes_of(found) == bytes_of(expected), what
 
 
 @torch.no_grad()
@@ -181,7 +179,3 @@ def assert_own_masks_are_the_same(
                 continue  # a sum over the sequences
             result = torch.cat([it.reshape(-1) for it in own_masks(case, result)])
         assert_same(again[name], result, f"{name}, with a mask for each sequence")
-
-
-if __name__ == "__main__":
-    run_cases.main(cases(), check)
