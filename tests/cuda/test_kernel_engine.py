@@ -36,7 +36,9 @@ for at in (0, 63, -1, 64, -400):
 def run(*command: str, few: bool = True) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
-        env=host_build.environment(host_build.build("device", few=few), SELFATTN_PTX_CAPABILITY="80"),
+        env=host_build.environment(
+            host_build.build("device", few=few), SELFATTN_PTX_CAPABILITY="80", SELFATTN_PTX_RACES="1"
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
