@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import runpy
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import classes
 import pytest
+import tables
 
 from selfattn_ext.bench import elsewhere, memory, peak, timer
 from selfattn_ext.bench.cases import Case
-from selfattn_ext.bench.contenders import TORCH
 from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 
 pytestmark = pytest.mark.usefixtures("nothing_is_collected")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("tables", "peers", "picture", "classes", "class_table")
 MOMENT = timer.Effort(seconds=0.0, min_rounds=1)
 SMALL = Case(1, 2, 8, 16)
 PACKED = VarlenCase.of((9, 4), 2, 16)
@@ -31,17 +28,10 @@ CACHED = CacheCase.of((9, 4), 2, 16)
 
 
 @pytest.fixture
-def full_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int]]:
+def full_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
     """Returns main() of benchmarks/run.py, with tables of two small cases each and a class of each kind."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import tables
-
     short = [replace(SMALL, length=length, keys=None) for length in (8, 16)]
     monkeypatch.setattr(tables, "TABLES", {"tiny": lambda: short, "lengths": lambda: short})
-    import classes
-
     environment = (("SELFATTN_CPU_ISA", "scalar"),)
     lines = [
         classes.Line("plain", SMALL, 1e-9, 1e9, quick=True),
@@ -61,9 +51,7 @@ def full_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
     monkeypatch.setattr(classes, "memory_cases", lambda quick: [replace(SMALL, length=64, dropout=0.1)])
     monkeypatch.setattr(timer, "QUICK", MOMENT)
     monkeypatch.setattr(peak, "READ_BYTES", 2**10)
-    yield runpy.run_path(str(FOLDER / "run.py"))["main"]
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return runpy.run_path(str(FOLDER / "run.py"))["main"]
 
 
 def test_full_run_compares_with_all_peers_and_draws(
@@ -107,10 +95,7 @@ def test_full_run_names_the_known_tables(
     assert "no huge; there is tiny, lengths" in capsys.readouterr().err
 
 
-def test_the_tables_hold_cases_without_repetition(full_run: object) -> None:
-    sys.modules.pop("tables", None)
-    import tables
-
+def test_the_tables_hold_cases_without_repetition() -> None:
     for name, table in tables.TABLES.items():
         found = table()
         assert found, name
@@ -168,36 +153,12 @@ def test_tables_and_classes_exclude_each_other(full_run: Callable[[list[str]], i
     assert exit_info.value.code == 2
 
 
-@pytest.fixture
-def classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module("classes")
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-def test_every_class_has_a_target_below_its_goal_and_a_quick_line(classes: Any) -> None:
+def test_every_class_has_a_target_below_its_goal_and_a_quick_line() -> None:
     lines = classes.lines()
     assert len({(line.name, line.case) for line in lines}) == len(lines)
     assert all(0 < line.target < line.goal for line in lines)
     assert {line.name for line in lines} == {line.name for line in classes.lines(quick=True)}
     assert all(line.case.isa == "avx2" for line in lines if line.environment)
-
-
-def measured_here(case: Case) -> memory.Memory:
-    """Returns what measure_memory() finds without a process for each figure."""
-    memory.alone = lambda measure, *arguments: measure(*arguments)
-    return memory.measure_memory(case, [TORCH], 1)
-
-
-@pytest.mark.skipif(not memory.available(), reason="this system does not tell the peak of its memory")
-def test_matrices_of_weights_show_in_the_extra_memory() -> None:
-    found = memory.alone(measured_here, Case(1, 2, 1024, 16, dropout=0.1))
-    matrix = 2 * 1024 * 1024 * 4
-    assert found.extra["torch"] > matrix
-    assert found.extra["selfattn_ext"] < matrix / 2
-    assert found.linear
-    assert not replace(found, doubled=4 * matrix).linear
 
 
 def test_a_new_process_has_its_own_environment() -> None:

@@ -8,17 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import compiler_report
+import cuda_compile_check
+import kernel_limits
+import nvcc
 import pytest
 
 from selfattn_ext.build import cuda_build
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import compiler_report  # noqa: E402
-import cuda_compile_check  # noqa: E402
-import kernel_limits  # noqa: E402
-import nvcc  # noqa: E402
 
 COMPILER = cuda_build.find_nvcc()
 DISASSEMBLER = None if COMPILER is None else nvcc.find_nvdisasm(COMPILER.command)

@@ -6,20 +6,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
+import cuda_loop_report
+import hopper_loop_report
+import loop_model
+import nvcc
 import pytest
+import sass
 
 from selfattn_ext.build import cuda_build
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import cuda_loop_report  # noqa: E402
-import hopper_loop_report  # noqa: E402
-import loop_model  # noqa: E402
-import nvcc  # noqa: E402
-import sass  # noqa: E402
 
 COMPILER = cuda_build.find_nvcc()
 DISASSEMBLER = None if COMPILER is None else nvcc.find_nvdisasm(COMPILER.command)
