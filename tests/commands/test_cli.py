@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -122,10 +121,7 @@ def test_info_names_versions_features_and_the_chosen_kernel(capsys: pytest.Captu
 
 def test_info_in_a_process_of_its_own_reports_a_wrong_instruction_set(tmp_path: Path) -> None:
     program = "import runpy, sys; sys.argv = ['', 'info']; runpy.run_module('selfattn_ext', None, '__main__')"
-    # The process imports the same package as this test.
-    package = str(Path(info.__file__).parents[1])
-    variables = {**os.environ, "SELFATTN_CPU_ISA": "sse9", "PYTHONPATH": package}
-    finished = warm.python(program, tmp_path, variables)
+    finished = warm.python(program, tmp_path, warm.variables(SELFATTN_CPU_ISA="sse9"))
     assert finished.returncode == 1, finished.stderr
     assert "no kernel can be chosen" in finished.stdout
     assert "sse9" in finished.stdout
