@@ -25,8 +25,8 @@ case "$*" in *version*torch*) echo 2.13.0+cpu;; esac
 """
 
 #: Variables that make reads; a make that runs these tests has set some of them.
-OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
-ACTIVATED = {"VIRTUAL_ENV", "CONDA_PREFIX"}
+LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
+LEFT_OUT |= {"VIRTUAL_ENV", "CONDA_PREFIX"}
 
 
 @pytest.fixture
@@ -47,17 +47,7 @@ def make(tmp_path: Path) -> Callable[..., list[list[str]]]:
 
     def run(*arguments: str) -> list[list[str]]:
         (tmp_path / "calls").write_text("")
-        left_out = (
-            "VIRTUAL_ENV",
-            "CONDA_PREFIX",
-            "MAKEFLAGS",
-            "MFLAGS",
-            "MAKELEVEL",
-            "TORCH",
-            "CLIENTS",
-            "ARGS",
-        )
-        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         done = subprocess.run(
             ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
         )

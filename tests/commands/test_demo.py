@@ -13,7 +13,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from tolerances import TOLERANCES
+from tolerances import FLOORS
 
 from selfattn_ext import demo
 from selfattn_ext.commands.cli import main
@@ -141,7 +141,7 @@ def test_the_twins_learn_and_their_losses_agree() -> None:
     assert ours.losses[-1] < 1.0
     assert race.held_out_loss(ours.model, found, DEVICE) < 1.2
     # They may be twice as far apart as the other two, plus a rounding per step.
-    floor = len(ours.losses) * TOLERANCES[DEVICE.type, torch.float32].floor
+    floor = len(ours.losses) * FLOORS[torch.float32]
     for other in twins[1:]:
         assert race.largest_difference(ours, other) <= 2 * race.largest_difference(*twins[1:]) + floor
 

@@ -68,18 +68,14 @@ class Attended(Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_of_a_data_loader(context: str) -> None:
-    before = torch.get_num_threads()
+def test_workers_of_a_data_loader(context: str, one_thread: None) -> None:
     torch.set_num_threads(4)
-    try:
-        expected = torch.stack([Attended()[index] for index in range(4)])
-        loader = DataLoader(Attended(), 2, num_workers=1, multiprocessing_context=context, timeout=120)
-        assert torch.equal(torch.cat(list(loader)), expected)
-    finally:
-        torch.set_num_threads(before)
+    expected = torch.stack([Attended()[index] for index in range(4)])
+    loader = DataLoader(Attended(), 2, num_workers=1, multiprocessing_context=context, timeout=120)
+    assert torch.equal(torch.cat(list(loader)), expected)
 
 
-def test_threads_at_once() -> None:
+def test_threads_at_once(one_thread: None) -> None:
     """Each thread makes its own calls, forward and backward, by kernels that use several threads."""
     module = selfattn_ext.MultiHeadSelfAttention(16, 4)
     inputs = [torch.randn(2, 100 + n, 16) for n in range(8)]
@@ -88,16 +84,12 @@ def test_threads_at_once() -> None:
         out = module(x, is_causal=True)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), list(module.parameters()))]
 
-    before = torch.get_num_threads()
     torch.set_num_threads(4)
-    try:
-        expected = [run(x) for x in inputs]
-        with ThreadPoolExecutor(8) as threads:
-            for _ in range(3):
-                for results, wanted in zip(threads.map(run, inputs), expected, strict=True):
-                    assert all(torch.equal(*pair) for pair in zip(results, wanted, strict=True))
-    finally:
-        torch.set_num_threads(before)
+    expected = [run(x) for x in inputs]
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(3):
+            for results, wanted in zip(threads.map(run, inputs), expected, strict=True):
+                assert all(torch.equal(*pair) for pair in zip(results, wanted, strict=True))
 
 
 def test_forced_kernels_are_those_of_their_thread() -> None:

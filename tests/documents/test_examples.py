@@ -21,6 +21,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SENTENCES = "the cat sat on the mat. the dog sat on the log. " * 40
 
 
+def assert_printed(capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    printed = capsys.readouterr().out
+    assert [part for part in parts if part not in printed] == []
+
+
 ON_DEVICE = ["--rate", "1e-2", "--device", gpu.DEVICE]
 
 
@@ -49,9 +54,7 @@ def test_train_gpt(
     book = tmp_path / "book.txt"
     book.write_text(SENTENCES, encoding="utf-8")
     check_training("train_gpt.py", ["--text", str(book), "--context", "16", "--batch", "4", *ON_DEVICE, *how])
-    printed = capsys.readouterr().out
-    for part in (str(book), "kernel   ", "step    60", "tokens/s", "held-out loss", "sample:"):
-        assert part in printed, part
+    assert_printed(capsys, str(book), "kernel   ", "step    60", "tokens/s", "held-out loss", "sample:")
 
 
 @pytest.mark.parametrize("how", [[], ["--compile", "--backend", "eager"]], ids=str)
@@ -66,9 +69,7 @@ def test_train_packed(
     check_training(
         "train_packed.py", ["--text", str(book), "--tokens", "256", "--context", "200", *ON_DEVICE, *how]
     )
-    printed = capsys.readouterr().out
-    for part in (str(book), "7 paragraphs of 22 to", "step    60", "documents", "% padding"):
-        assert part in printed, part
+    assert_printed(capsys, str(book), "7 paragraphs of 22 to", "step    60", "documents", "% padding")
 
 
 @pytest.mark.cpu_only("flex_attention computes on the CPU alone")
@@ -77,9 +78,9 @@ def test_train_with_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     book.write_text("\n\n".join(SENTENCES[:600].split(". ")), encoding="utf-8")
     given = ["--text", str(book), "--bias", str(bias), "--mask", str(mask)]
     check_training("train_with_functions.py", [*given, "--length", "96", "--distances", "20"])
-    printed = capsys.readouterr().out
-    for part in (str(book), "paragraphs", "step    60", "learned bias", "head   1", str(bias), str(mask)):
-        assert part in printed, part
+    assert_printed(
+        capsys, str(book), "paragraphs", "step    60", "learned bias", "head   1", str(bias), str(mask)
+    )
     assert bias.read_bytes()[:4] == mask.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -189,9 +190,7 @@ def test_interatomic_potential(capsys: pytest.CaptureFixture[str], one_thread: N
     ours, formula = example["main"](["--quick", "--dtype", "float64"]).values()
     assert ours == pytest.approx(formula, rel=1e-8)
     assert max(ours[-3:]) < 0.8 * ours[0]
-    printed = capsys.readouterr().out
-    for part in ("27 in each of 2, open", "in float64", "step   10", "ms for a step"):
-        assert part in printed, part
+    assert_printed(capsys, "27 in each of 2, open", "in float64", "step   10", "ms for a step")
 
 
 @pytest.mark.cpu_only("the example computes on the CPU alone")
@@ -201,6 +200,4 @@ def test_mean_flow(capsys: pytest.CaptureFixture[str], one_thread: None) -> None
     ).values()
     assert ours == pytest.approx(formula, rel=1e-8)
     assert sum(ours[-10:]) < 0.9 * sum(ours[:10])
-    printed = capsys.readouterr().out
-    for part in ("step   30", "ms for a step", "one step from noise"):
-        assert part in printed, part
+    assert_printed(capsys, "step   30", "ms for a step", "one step from noise")
