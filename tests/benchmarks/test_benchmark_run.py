@@ -20,6 +20,7 @@ from selfattn_ext.bench.varlen import VarlenCase
 
 pytestmark = pytest.mark.usefixtures("nothing_is_collected")
 
+Main = Callable[[list[str]], int]
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MOMENT = timer.Effort(seconds=0.0, min_rounds=1)
 SMALL = Case(1, 2, 8, 16)
@@ -28,7 +29,7 @@ CACHED = CacheCase.of((9, 4), 2, 16)
 
 
 @pytest.fixture
-def full_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
+def full_run(monkeypatch: pytest.MonkeyPatch) -> Main:
     """Returns main() of benchmarks/run.py, with tables of two small cases each and a class of each kind."""
     short = [replace(SMALL, length=length, keys=None) for length in (8, 16)]
     monkeypatch.setattr(tables, "TABLES", {"tiny": lambda: short, "lengths": lambda: short})
@@ -55,7 +56,7 @@ def full_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
 
 
 def test_full_run_compares_with_all_peers_and_draws(
-    full_run: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    full_run: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, results_file = tmp_path / "ratios.png", tmp_path / "results.json"
     arguments = ["--quick", "--threads", "1", "--peers", "torch,formula,loops"]
@@ -77,18 +78,13 @@ def test_full_run_compares_with_all_peers_and_draws(
     ],
 )
 def test_full_run_refuses_before_measuring(
-    full_run: Callable[[list[str]], int],
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    full_run: Main, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert full_run(["--quick", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_full_run_names_the_known_tables(
-    full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_full_run_names_the_known_tables(full_run: Main, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         full_run(["--tables", "huge"])
     assert exit_info.value.code == 2
@@ -103,10 +99,7 @@ def test_the_tables_hold_cases_without_repetition() -> None:
 
 
 def test_the_classes_are_held_against_targets_and_goals(
-    full_run: Callable[[list[str]], int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    full_run: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The memory is not that of processes of their own, which take seconds.
     monkeypatch.setattr(memory, "alone", lambda measure, *arguments: measure(*arguments))
@@ -140,14 +133,14 @@ def test_the_classes_are_held_against_targets_and_goals(
         assert set(data["memory"][0]["extra_bytes"]) == {"selfattn_ext", "torch"}
 
 
-def test_some_classes(full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_classes(full_run: Main, capsys: pytest.CaptureFixture[str]) -> None:
     assert full_run(["--classes", "--quick", "--threads", "1", "--only", "packed"]) == 0
     printed = capsys.readouterr().out
     assert "0 of 2 rows reach their goal, 2 their target" in printed
     assert "extra memory" not in printed
 
 
-def test_tables_and_classes_exclude_each_other(full_run: Callable[[list[str]], int]) -> None:
+def test_tables_and_classes_exclude_each_other(full_run: Main) -> None:
     with pytest.raises(SystemExit) as exit_info:
         full_run(["--classes", "--tables", "tiny"])
     assert exit_info.value.code == 2

@@ -13,12 +13,12 @@ import cuda_compile_check
 import kernel_limits
 import nvcc
 import pytest
+from nvcc_marks import needs_nvcc
 
 from selfattn_ext.build import cuda_build
 
 COMPILER = cuda_build.find_nvcc()
 DISASSEMBLER = None if COMPILER is None else nvcc.find_nvdisasm(COMPILER.command)
-needs_nvcc = pytest.mark.skipif(COMPILER is None, reason="no nvcc on this machine")
 
 PLAIN = """
 #include "factor.h"
