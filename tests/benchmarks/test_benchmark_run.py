@@ -84,11 +84,20 @@ def test_full_run_refuses_before_measuring(
     assert message in capsys.readouterr().err
 
 
-def test_full_run_names_the_known_tables(full_run: Main, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tables", "huge"], "no huge; there is tiny, lengths"),
+        (["--classes", "--tables", "tiny"], "not allowed with"),
+    ],
+)
+def test_full_run_refuses_such_tables(
+    full_run: Main, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        full_run(["--tables", "huge"])
+        full_run(arguments)
     assert exit_info.value.code == 2
-    assert "no huge; there is tiny, lengths" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_tables_hold_cases_without_repetition() -> None:
@@ -138,12 +147,6 @@ def test_some_classes(full_run: Main, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert "0 of 2 rows reach their goal, 2 their target" in printed
     assert "extra memory" not in printed
-
-
-def test_tables_and_classes_exclude_each_other(full_run: Main) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        full_run(["--classes", "--tables", "tiny"])
-    assert exit_info.value.code == 2
 
 
 def test_every_class_has_a_target_below_its_goal_and_a_quick_line() -> None:

@@ -90,16 +90,3 @@ def test_threads_at_once(one_thread: None) -> None:
         for _ in range(3):
             for results, wanted in zip(threads.map(run, inputs), expected, strict=True):
                 assert all(torch.equal(*pair) for pair in zip(results, wanted, strict=True))
-
-
-def test_forced_kernels_are_those_of_their_thread() -> None:
-    query = torch.randn(1, 2, 9, 8)
-
-    def explained(name: str) -> str:
-        with selfattn_ext.backends.use(name):
-            scaled_dot_product_attention(query, query, query)
-            return selfattn_ext.backends.explain(query, query, query).kernel
-
-    with ThreadPoolExecutor(4) as threads:
-        names = ["loops", "fused"] * 20
-        assert list(threads.map(explained, names)) == names

@@ -85,14 +85,6 @@ class TestFlashAttention:
         out = named("flash_attn_func")(q, k, v, **{**options, "alibi_slopes": slopes})
         torch.testing.assert_close(out, expected.float())
 
-    def test_packed(self) -> None:
-        qkv = torch.randn(BATCH, 5, 3, HEADS, WIDTH)
-        everything = torch.ones(5, 5, dtype=torch.bool)
-        out = named("flash_attn_func")(*qkv.unbind(2))
-        torch.testing.assert_close(
-            out, as_flash_attention(*qkv.unbind(2), WIDTH**-0.5, 0.0, None, everything).float()
-        )
-
     @pytest.mark.parametrize(("options", "left", "right"), OPTIONS.values(), ids=OPTIONS)
     @pytest.mark.parametrize("chosen", [False, True], ids=["cache", "cache_batch_idx"])
     def test_kvcache(self, options: dict[str, Any], left: int, right: int, chosen: bool) -> None:
@@ -189,15 +181,6 @@ class TestXformers:
         heads = x.transpose(1, 2)
         expected = reference.attention(heads, heads, heads, lower_right(6, 6, 2, 0)).out
         torch.testing.assert_close(named("local")(x, x, x, 3), expected.transpose(1, 2))
-
-    def test_causal_with_a_bias(self) -> None:
-        query, key, value = tensors(5, 5)
-        bias = torch.randn(BATCH, HEADS, 5, 5)
-        both = bias.masked_fill(~lower_right(5, 5, -1, 0), -math.inf)
-        torch.testing.assert_close(
-            scaled_dot_product_attention(query, key, value, bias, is_causal=True),
-            F.scaled_dot_product_attention(query, key, value, both),
-        )
 
     def test_three_dimensions_and_groups(self) -> None:
         query, key, value = (x[:, 0] for x in tensors(5, 7))  # (B, T, D)
