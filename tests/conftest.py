@@ -19,7 +19,6 @@ import pytest
 import torch
 import warm
 
-import selfattn_ext
 from selfattn_ext import backends
 from selfattn_ext.arguments import forced_kernel
 
@@ -201,10 +200,7 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
     """Runs a script in a process of its own, with the package under test, and returns what it prints."""
 
     def run(script: str, **environment: str) -> str:
-        # The script runs outside a checkout, whose package may differ from the installed one.
-        package = str(Path(selfattn_ext.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-        variables = {**os.environ, "PYTHONPATH": path, **environment}
+        variables = warm.variables(**environment)
         if "LD_PRELOAD" in environment:
             command = [sys.executable, "-c", script]
             done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from dataclasses import replace
 
+import classes
+import derivatives_memory
 import pytest
 import torch
 
 from selfattn_ext.bench import memory
-from selfattn_ext.bench.cases import inputs
-from selfattn_ext.bench.contenders import OURS
+from selfattn_ext.bench.cases import Case, inputs
+from selfattn_ext.bench.contenders import OURS, TORCH
 from selfattn_ext.bench.derivatives import CONTENDERS, FORMULA, OPERATOR, PLAIN, DerivativeCase, Order
 from selfattn_ext.bench.measure import Session
 from selfattn_ext.bench.timer import Effort
 
 pytestmark = pytest.mark.usefixtures("nothing_is_collected")
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
 @pytest.mark.parametrize("order", ["jvp", "second order"])
@@ -50,9 +44,7 @@ def test_rows_have_a_time_of_each_contender(one_thread: None) -> None:
         assert row.ratio(PLAIN.name) is not None
 
 
-def test_every_line_says_what_it_compares(benchmarks: None) -> None:
-    import classes
-
+def test_every_line_says_what_it_compares() -> None:
     lines = classes.lines(only="derivatives")
     assert len(lines) == 16
     for line in lines:
@@ -60,15 +52,21 @@ def test_every_line_says_what_it_compares(benchmarks: None) -> None:
         assert line.target <= line.goal
 
 
-def measured_here(*arguments: int) -> list[tuple[DerivativeCase, int, float]]:
-    """Returns the rows of benchmarks/derivatives_memory.py without a process for each figure."""
-    import derivatives_memory
-
+def measured_here() -> tuple[memory.Memory, list[tuple[DerivativeCase, int, float]]]:
+    """Returns what measure_memory() and derivatives_memory.py find, without a process for each figure."""
     memory.alone = lambda measure, *rest: measure(*rest)
-    return derivatives_memory.rows(*arguments)
+    of_forward = memory.measure_memory(Case(1, 2, 1024, 16, dropout=0.1), [TORCH], 1)
+    return of_forward, derivatives_memory.rows(1536, 384, 1)
 
 
-def test_memory_does_not_grow_as_the_matrices_do(benchmarks: None) -> None:
-    for case, ours, formula in memory.alone(measured_here, 1536, 384, 1):
+@pytest.mark.skipif(not memory.available(), reason="this system does not tell the peak of its memory")
+def test_matrices_show_in_the_extra_memory() -> None:
+    found, rows = memory.alone(measured_here)
+    matrix = 2 * 1024 * 1024 * 4
+    assert found.extra["torch"] > matrix
+    assert found.extra["selfattn_ext"] < matrix / 2
+    assert found.linear
+    assert not replace(found, doubled=4 * matrix).linear
+    for case, ours, formula in rows:
         matrix = case.heads * case.length**2 * case.dtype.itemsize
         assert ours < matrix < formula, case

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import runpy
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import classes
 import pytest
+import tables
 
 from selfattn_ext.bench import elsewhere, memory, peak, timer
 from selfattn_ext.bench.cases import Case
-from selfattn_ext.bench.contenders import TORCH
 from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 
 pytestmark = pytest.mark.usefixtures("nothing_is_collected")
 
+Main = Callable[[list[str]], int]
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("tables", "peers", "picture", "classes", "class_table")
 MOMENT = timer.Effort(seconds=0.0, min_rounds=1)
 SMALL = Case(1, 2, 8, 16)
 PACKED = VarlenCase.of((9, 4), 2, 16)
@@ -31,17 +29,10 @@ CACHED = CacheCase.of((9, 4), 2, 16)
 
 
 @pytest.fixture
-def full_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int]]:
+def full_run(monkeypatch: pytest.MonkeyPatch) -> Main:
     """Returns main() of benchmarks/run.py, with tables of two small cases each and a class of each kind."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import tables
-
     short = [replace(SMALL, length=length, keys=None) for length in (8, 16)]
     monkeypatch.setattr(tables, "TABLES", {"tiny": lambda: short, "lengths": lambda: short})
-    import classes
-
     environment = (("SELFATTN_CPU_ISA", "scalar"),)
     lines = [
         classes.Line("plain", SMALL, 1e-9, 1e9, quick=True),
@@ -61,13 +52,11 @@ def full_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
     monkeypatch.setattr(classes, "memory_cases", lambda quick: [replace(SMALL, length=64, dropout=0.1)])
     monkeypatch.setattr(timer, "QUICK", MOMENT)
     monkeypatch.setattr(peak, "READ_BYTES", 2**10)
-    yield runpy.run_path(str(FOLDER / "run.py"))["main"]
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return runpy.run_path(str(FOLDER / "run.py"))["main"]
 
 
 def test_full_run_compares_with_all_peers_and_draws(
-    full_run: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    full_run: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, results_file = tmp_path / "ratios.png", tmp_path / "results.json"
     arguments = ["--quick", "--threads", "1", "--peers", "torch,formula,loops"]
@@ -89,28 +78,29 @@ def test_full_run_compares_with_all_peers_and_draws(
     ],
 )
 def test_full_run_refuses_before_measuring(
-    full_run: Callable[[list[str]], int],
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    full_run: Main, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert full_run(["--quick", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_full_run_names_the_known_tables(
-    full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tables", "huge"], "no huge; there is tiny, lengths"),
+        (["--classes", "--tables", "tiny"], "not allowed with"),
+    ],
+)
+def test_full_run_refuses_such_tables(
+    full_run: Main, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        full_run(["--tables", "huge"])
+        full_run(arguments)
     assert exit_info.value.code == 2
-    assert "no huge; there is tiny, lengths" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_tables_hold_cases_without_repetition(full_run: object) -> None:
-    sys.modules.pop("tables", None)
-    import tables
-
+def test_the_tables_hold_cases_without_repetition() -> None:
     for name, table in tables.TABLES.items():
         found = table()
         assert found, name
@@ -118,10 +108,7 @@ def test_the_tables_hold_cases_without_repetition(full_run: object) -> None:
 
 
 def test_the_classes_are_held_against_targets_and_goals(
-    full_run: Callable[[list[str]], int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    full_run: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The memory is not that of processes of their own, which take seconds.
     monkeypatch.setattr(memory, "alone", lambda measure, *arguments: measure(*arguments))
@@ -155,49 +142,19 @@ def test_the_classes_are_held_against_targets_and_goals(
         assert set(data["memory"][0]["extra_bytes"]) == {"selfattn_ext", "torch"}
 
 
-def test_some_classes(full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_classes(full_run: Main, capsys: pytest.CaptureFixture[str]) -> None:
     assert full_run(["--classes", "--quick", "--threads", "1", "--only", "packed"]) == 0
     printed = capsys.readouterr().out
     assert "0 of 2 rows reach their goal, 2 their target" in printed
     assert "extra memory" not in printed
 
 
-def test_tables_and_classes_exclude_each_other(full_run: Callable[[list[str]], int]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        full_run(["--classes", "--tables", "tiny"])
-    assert exit_info.value.code == 2
-
-
-@pytest.fixture
-def classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module("classes")
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-def test_every_class_has_a_target_below_its_goal_and_a_quick_line(classes: Any) -> None:
+def test_every_class_has_a_target_below_its_goal_and_a_quick_line() -> None:
     lines = classes.lines()
     assert len({(line.name, line.case) for line in lines}) == len(lines)
     assert all(0 < line.target < line.goal for line in lines)
     assert {line.name for line in lines} == {line.name for line in classes.lines(quick=True)}
     assert all(line.case.isa == "avx2" for line in lines if line.environment)
-
-
-def measured_here(case: Case) -> memory.Memory:
-    """Returns what measure_memory() finds without a process for each figure."""
-    memory.alone = lambda measure, *arguments: measure(*arguments)
-    return memory.measure_memory(case, [TORCH], 1)
-
-
-@pytest.mark.skipif(not memory.available(), reason="this system does not tell the peak of its memory")
-def test_matrices_of_weights_show_in_the_extra_memory() -> None:
-    found = memory.alone(measured_here, Case(1, 2, 1024, 16, dropout=0.1))
-    matrix = 2 * 1024 * 1024 * 4
-    assert found.extra["torch"] > matrix
-    assert found.extra["selfattn_ext"] < matrix / 2
-    assert found.linear
-    assert not replace(found, doubled=4 * matrix).linear
 
 
 def test_a_new_process_has_its_own_environment() -> None:

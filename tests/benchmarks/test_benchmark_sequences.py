@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -170,13 +169,9 @@ def test_the_call_appends_the_last_row_of_each_sequence() -> None:
         assert torch.equal(row[:, 0], sequence[:, length - 1])
 
 
-def spread(lengths: Sequence[int]) -> tuple[int, int, int]:
-    return len(lengths), min(lengths), max(lengths)
-
-
 def test_lengths_are_drawn_alike_everywhere() -> None:
     drawn = varlen.draw_lengths(64, 16, 1024)
-    assert spread(drawn) == (64, 16, 1024)
+    assert (len(drawn), min(drawn), max(drawn)) == (64, 16, 1024)
     assert (drawn[0], drawn[-1]) == (1024, 16)
     assert len(set(drawn)) > 50
     assert drawn == varlen.draw_lengths(64, 16, 1024) != varlen.draw_lengths(64, 16, 1024, seed=1)

@@ -38,12 +38,6 @@ def ask_backend(python, hook, *options, **environment):
     )
 
 
-def setup_py(*arguments, base):
-    # Without --egg-base, the egg-info folder would be written to the checkout.
-    done = run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", base, *arguments)
-    assert done.returncode == 0, done.stderr
-
-
 def files_below(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
@@ -55,57 +49,57 @@ def bare_python(tmp_path):
     return tmp_path / "bare" / "bin" / "python"
 
 
-class TestShipped:
-    def test_sdist_can_build_and_test_itself(self, tmp_path):
-        setup_py("sdist", "--dist-dir", tmp_path, base=tmp_path)
-        (archive,) = tmp_path.glob("*.tar.gz")
-        with tarfile.open(archive) as tar:
-            names = {name.partition("/")[2] for name in tar.getnames()}
-        needed = {
-            "setup.py",
-            "pyproject.toml",
-            ".pep517/build_backend.py",
-            "CMakeLists.txt",
-            "Makefile",
-            "LICENSE",
-        }
-        needed |= {"selfattn_ext/build/sources.py", "selfattn_ext/py.typed", "tests/building/test_install.py"}
-        needed |= {f"csrc/{name}" for name in files_below(ROOT / "csrc")}
-        assert needed <= names
-        assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
+def test_archive_and_package_hold_what_a_build_needs(tmp_path):
+    package = tmp_path / "lib" / "selfattn_ext"
+    package.mkdir(parents=True)
+    (package / "of_an_earlier_build.py").touch()
+    # Without --egg-base, the egg-info folder would be written to the checkout.
+    commands = ["egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path]
+    done = run(sys.executable, "setup.py", "-q", *commands, "build_py", "--build-lib", tmp_path / "lib")
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    needed = {
+        "setup.py",
+        "pyproject.toml",
+        ".pep517/build_backend.py",
+        "CMakeLists.txt",
+        "Makefile",
+        "LICENSE",
+    }
+    needed |= {"selfattn_ext/build/sources.py", "selfattn_ext/py.typed", "tests/building/test_install.py"}
+    needed |= {f"csrc/{name}" for name in files_below(ROOT / "csrc")}
+    assert needed <= names
+    assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
 
-    def test_wheel_holds_the_sources(self, tmp_path):
-        package = tmp_path / "lib" / "selfattn_ext"
-        package.mkdir(parents=True)
-        (package / "of_an_earlier_build.py").touch()
-        setup_py("build_py", "--build-lib", tmp_path / "lib", base=tmp_path)
-        assert not (package / "of_an_earlier_build.py").exists()
-        assert files_below(package / "csrc") == files_below(ROOT / "csrc")
-        assert (package / "py.typed").is_file()
-        printed = run(sys.executable, package / "build" / "sources.py", "library")
-        assert printed.stdout.split()
-        assert all(Path(line).is_relative_to(package / "csrc") for line in printed.stdout.split())
+    assert not (package / "of_an_earlier_build.py").exists()
+    assert files_below(package / "csrc") == files_below(ROOT / "csrc")
+    assert (package / "py.typed").is_file()
+    printed = run(sys.executable, package / "build" / "sources.py", "library")
+    assert printed.stdout.split()
+    assert all(Path(line).is_relative_to(package / "csrc") for line in printed.stdout.split())
+
+
+def compiler(folder, script):
+    """Returns a compiler that first runs a script of the shell."""
+    program = folder / "c++"
+    program.write_text(f'#!/bin/sh\n{script}\nexec {shutil.which("c++")} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
 
 
 class TestTold:
     """The messages of setup.py, which "pip install -v" shows."""
 
-    @pytest.fixture
-    def refuses(self, tmp_path):
-        """Returns a compiler that fails at object files, but still compiles the checks of a build."""
-        script = tmp_path / "c++"
-        script.write_text(
-            f'#!/bin/sh\ncase "$*" in *" -c "*) echo "no, not $#" >&2; exit 1;; esac\n'
-            f'exec {shutil.which("c++")} "$@"\n'
-        )
-        script.chmod(0o755)
-        return script
+    @staticmethod
+    def build(folder, **environment):
+        folders = ["--build-temp", folder, "--build-lib", folder]
+        return run(sys.executable, "setup.py", "-q", "build_ext", *folders, **environment)
 
-    def test_what_will_be_built_and_why_it_was_not(self, refuses, tmp_path):
-        done = run(
-            sys.executable, "setup.py", "-q", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path,
-            CXX=str(refuses), SELFATTN_CUDA="0",
-        )  # fmt: skip
+    def test_what_will_be_built_and_why_it_was_not(self, tmp_path):
+        refuses = 'case "$*" in *" -c "*) echo "no, not $#" >&2; exit 1;; esac'
+        done = self.build(tmp_path, CXX=compiler(tmp_path, refuses), SELFATTN_CUDA="0")
         assert done.returncode == 1
         first, second = done.stdout.splitlines()
         assert first == "selfattn_ext: CPU only, as SELFATTN_CUDA=0 asks"
@@ -116,6 +110,12 @@ class TestTold:
         assert "selfattn_ext: Error compiling objects for extension: " in done.stderr
         assert re.search(r"^no, not \d+$", done.stderr, re.M)
         assert "Traceback" not in done.stderr
+
+    def test_that_there_must_be_cuda_kernels_and_cannot(self, tmp_path):
+        done = self.build(tmp_path, SELFATTN_CUDA="1", CUDA_HOME=str(tmp_path))
+        assert done.returncode != 0
+        reason = "selfattn_ext: SELFATTN_CUDA=1 asks for CUDA kernels, and none can be built"
+        assert done.stderr.strip().splitlines()[-1].startswith(reason)
 
     def test_no_lists_of_copied_files(self):
         # The output of setuptools would hide the build's progress.
@@ -149,23 +149,22 @@ class TestMissing:
     """Each problem is told in one sentence on stderr, without a traceback."""
 
     @staticmethod
-    def only_line(done):
+    def told(python, *options, kind="wheel", **environment):
+        hook = f"import build_backend; build_backend.get_requires_for_build_{kind}()"
+        done = ask_backend(python, hook, *options, **environment)
         assert done.returncode != 0
-        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-        return done.stderr.strip()
+        (line,) = done.stderr.strip().splitlines()
+        return line
 
     @pytest.mark.parametrize("kind", ["wheel", "editable"])
     def test_torch(self, bare_python, kind, tmp_path):
-        hook = f"import build_backend; build_backend.get_requires_for_build_{kind}()"
-        line = self.only_line(ask_backend(bare_python, hook, PATH=str(tmp_path)))
+        line = self.told(bare_python, kind=kind, PATH=str(tmp_path))
         assert line.startswith("selfattn_ext needs PyTorch 2.11 or newer")
         assert "pip install 'torch>=2.11'" in line
 
     def test_torch_in_the_environment_installed_for(self, bare_python):
         # Another environment's torch would be missing at run time, even if that environment is activated.
-        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
-        line = self.only_line(ask_backend(bare_python, hook, "-S", VIRTUAL_ENV=sys.prefix))
-        assert f"{bare_python} has none" in line
+        assert f"{bare_python} has none" in self.told(bare_python, "-S", VIRTUAL_ENV=sys.prefix)
 
     def test_torch_as_pip_shows_it(self, bare_python):
         pip = [sys.executable, "-m", "pip", "--python", bare_python]
@@ -180,47 +179,22 @@ class TestMissing:
         (packages / "torch").mkdir()
         (packages / "torch" / "__init__.py").touch()
         (packages / "torch" / "version.py").write_text("__version__ = '2.10.1+cpu'\n")
-        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
-        line = self.only_line(ask_backend(bare_python, hook))
+        line = self.told(bare_python)
         assert "2.11 or newer" in line
         assert "2.10.1+cpu" in line
 
-    def test_compiler_named_by_cxx(self):
-        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
-        line = self.only_line(ask_backend(sys.executable, hook, CXX="/nowhere/g++"))
-        assert (
-            line
-            == "selfattn_ext needs a C++17 compiler, and CXX=/nowhere/g++ is not a program that can be run."
-        )
-
-    def test_compiler_on_path(self, tmp_path):
-        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
-        line = self.only_line(ask_backend(sys.executable, hook, CXX=None, PATH=str(tmp_path)))
-        assert line.startswith(
-            "selfattn_ext needs a C++17 compiler, and none of c++, g++, clang++ is on PATH"
-        )
-
     def test_compiler_too_old(self, tmp_path):
-        old = tmp_path / "old-c++"
-        old.write_text("#!/bin/sh\nexit 1\n")
-        old.chmod(0o755)
-        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
-        line = self.only_line(ask_backend(sys.executable, hook, CXX=str(old)))
-        assert f"{old} compiles no C++17 program" in line
+        old = compiler(tmp_path, "exit 1")
+        assert f"{old} compiles no C++17 program" in self.told(sys.executable, CXX=old)
 
     def test_python_headers(self, tmp_path):
         # This compiler finds all headers except Python.h.
-        picky = tmp_path / "picky-c++"
-        picky.write_text(f'#!/bin/sh\ncase "$*" in *" -I"*) exit 1;; esac\nexec {shutil.which("c++")} "$@"\n')
-        picky.chmod(0o755)
-        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
-        line = self.only_line(ask_backend(sys.executable, hook, CXX=str(picky)))
+        picky = compiler(tmp_path, 'case "$*" in *" -I"*) exit 1;; esac')
+        line = self.told(sys.executable, CXX=picky)
         assert line.startswith("selfattn_ext needs the headers of Python")
         assert "python3-dev" in line
 
-    def test_ninja_is_asked_for_only_where_there_is_none(self, tmp_path):
+    def test_ninja_is_asked_for_only_where_there_is_none(self, bare_python, tmp_path):
         hook = "import build_backend; print(build_backend._requirements([]))"
         assert ask_backend(sys.executable, hook).stdout.strip() == "[]"
-        venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
-        bare = tmp_path / "bare" / "bin" / "python"
-        assert ask_backend(bare, hook, PATH=str(tmp_path)).stdout.strip() == "['ninja']"
+        assert ask_backend(bare_python, hook, PATH=str(tmp_path)).stdout.strip() == "['ninja']"

@@ -92,6 +92,9 @@ class TestIntrospection:
         table = library.extension().kernel_table()
         assert [row["priority"] for row in table] == list(range(len(table)))
         assert {"fused", "loops"} == {row["name"] for row in table}
+        assert {"fused", "loops"} == {
+            row["name"] for row in table if (row["isa"], row["reason"]) == ("scalar", None)
+        }
         for row in table:
             assert row["available"] == (row["reason"] is None)
             assert row["description"]
@@ -100,12 +103,6 @@ class TestIntrospection:
         best = next(row for row in table if row["automatic"] and row["available"])
         assert library.extension().choose_kernel() == best
         assert library.extension().choose_kernel("loops")["name"] == "loops"
-
-    def test_the_plain_kernels_run_everywhere(self):
-        available = {
-            (row["name"], row["isa"]) for row in library.extension().kernel_table() if row["available"]
-        }
-        assert {("fused", "scalar"), ("loops", "scalar")} <= available
 
     def test_forcing_an_instruction_set(self):
         extension = library.extension()
@@ -139,13 +136,6 @@ class TestSupportedTorch:
     @pytest.mark.parametrize("version", ["2.10.2+cu128", "2.2.0", "1.13.1", "unknown"])
     def test_not_supported(self, version):
         assert not sources.supports(version)
-
-    def test_message(self, monkeypatch):
-        monkeypatch.setattr(torch, "__version__", "2.10.2")
-        with pytest.raises(
-            ImportError, match=r"needs torch 2\.11 or newer, and this is 2\.10\.2: pip install"
-        ):
-            library.extension.__wrapped__()
 
 
 class TestCheckoutWithoutLibrary:
@@ -183,15 +173,7 @@ class TestCheckoutWithoutLibrary:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ("import os; os.environ['CXX'] = '/nowhere/g++'", r"CXX=/nowhere/g\+\+ is not a program"),
-            (
-                "toolchain.ninja_folder = lambda: None",
-                "needs ninja to compile its sources: pip install ninja",
-            ),
-            (
-                "sources.root().joinpath('version.h').unlink()",
-                "C\\+\\+ sources of selfattn_ext are neither in",
-            ),
+            ("sources.root().joinpath('version.h').unlink()", "sources of selfattn_ext are neither in"),
             ("sources.root().joinpath('python/module.cpp').write_text('!')", "sources do not compile"),
         ],
     )
@@ -199,7 +181,7 @@ class TestCheckoutWithoutLibrary:
         shutil.copytree(small_checkout, tmp_path / "copy", ignore=shutil.ignore_patterns("cache"))
         code = f"""
             import re
-            from selfattn_ext.build import library, sources, toolchain
+            from selfattn_ext.build import library, sources
             {change}
             for attempt in range(2):
                 try:
@@ -285,18 +267,3 @@ class TestLoading:
         """
         done = python(PACKAGE.parent, code)
         assert done.returncode == 0, done.stderr
-
-    def test_library_of_another_version(self, monkeypatch):
-        monkeypatch.setattr(sources, "version", lambda: "99.0")
-        with pytest.raises(
-            ImportError, match=r"_C.*is of version .* are of 99\.0; install selfattn_ext again"
-        ):
-            library.extension.__wrapped__()
-
-    def test_library_that_does_not_load(self, monkeypatch):
-        def fail(name):
-            raise ImportError("undefined symbol: aoti_torch_something")
-
-        monkeypatch.setattr(library.importlib, "import_module", fail)
-        with pytest.raises(ImportError, match=r"_C.*does not load under torch .*undefined symbol.*install"):
-            library.extension.__wrapped__()

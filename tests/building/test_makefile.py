@@ -18,6 +18,8 @@ from selfattn_ext.build import library
 
 ROOT = Path(__file__).parents[2]
 
+Make = Callable[..., list[list[str]]]
+
 #: A program that records its calls, and answers the question for torch's version.
 PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" >> calls
@@ -25,12 +27,12 @@ case "$*" in *version*torch*) echo 2.13.0+cpu;; esac
 """
 
 #: Variables that make reads; a make that runs these tests has set some of them.
-OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
-ACTIVATED = {"VIRTUAL_ENV", "CONDA_PREFIX"}
+LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
+LEFT_OUT |= {"VIRTUAL_ENV", "CONDA_PREFIX"}
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., list[list[str]]]:
+def make(tmp_path: Path) -> Make:
     """Runs make in a copy of the project without sources, and returns the calls, split at spaces."""
     for name in ("Makefile", "pyproject.toml", "setup.py", "selfattn_ext/build/sources.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -47,17 +49,7 @@ def make(tmp_path: Path) -> Callable[..., list[list[str]]]:
 
     def run(*arguments: str) -> list[list[str]]:
         (tmp_path / "calls").write_text("")
-        left_out = (
-            "VIRTUAL_ENV",
-            "CONDA_PREFIX",
-            "MAKEFLAGS",
-            "MFLAGS",
-            "MAKELEVEL",
-            "TORCH",
-            "CLIENTS",
-            "ARGS",
-        )
-        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         done = subprocess.run(
             ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
         )
@@ -71,13 +63,13 @@ def installing(calls: list[list[str]], what: str) -> list[list[str]]:
     return [call for call in calls if call[:4] == ["python", "-m", "pip", "install"] and what in call]
 
 
-def test_clients_leave_torch_as_it_is(make: Callable[..., list[list[str]]]) -> None:
+def test_clients_leave_torch_as_it_is(make: Make) -> None:
     (install,) = installing(make("test-clients"), ".[clients,bench]")
     assert "torch==2.13.0+cpu" in install
     assert {"--upgrade", "transformers", "timm", "diffusers"} <= set(install)
 
 
-def test_clients_are_installed_anew_when_others_are_asked_for(make: Callable[..., list[list[str]]]) -> None:
+def test_clients_are_installed_anew_when_others_are_asked_for(make: Make) -> None:
     old = "CLIENTS=transformers==4.57.*"
     assert installing(make("test-clients"), ".[clients,bench]")
     assert not installing(make("test-clients"), ".[clients,bench]")
@@ -87,7 +79,7 @@ def test_clients_are_installed_anew_when_others_are_asked_for(make: Callable[...
     assert installing(make("test-clients"), ".[clients,bench]")
 
 
-def test_build_shows_how_far_it_is(make: Callable[..., list[list[str]]]) -> None:
+def test_build_shows_how_far_it_is(make: Make) -> None:
     """setup.py compiles first and shows its progress, which pip would hide."""
     calls = make("build")
     (install,) = installing(calls, ".[test,viz]")
@@ -95,9 +87,7 @@ def test_build_shows_how_far_it_is(make: Callable[..., list[list[str]]]) -> None
 
 
 @pytest.mark.parametrize(("target", "folder"), [("test", None), ("test-clients", "tests/clients")])
-def test_only_test_clients_names_the_folder_of_clients(
-    make: Callable[..., list[list[str]]], target: str, folder: str | None
-) -> None:
+def test_only_test_clients_names_the_folder_of_clients(make: Make, target: str, folder: str | None) -> None:
     calls = make(target, "ARGS=-x")
     (tests,) = [call for call in calls if call[:3] == ["python", "-m", "pytest"]]
     assert ("tests/clients" in tests) == (folder is not None)
@@ -105,7 +95,7 @@ def test_only_test_clients_names_the_folder_of_clients(
     assert bool(installing(calls, ".[clients,bench]")) == (folder is not None)
 
 
-def test_wheel_is_repaired(make: Callable[..., list[list[str]]]) -> None:
+def test_wheel_is_repaired(make: Make) -> None:
     *before, build, repair = make("wheel")
     assert installing(before, ".[wheel]")
     assert build[:4] == ["python", "-m", "pip", "wheel"]
@@ -124,7 +114,7 @@ SYSTEM = ["libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so
 SYSTEM += ["libpthread.so.0", "ld-linux-*.so.*"]
 
 
-def test_wheel_takes_in_no_library(make: Callable[..., list[list[str]]]) -> None:
+def test_wheel_takes_in_no_library(make: Make) -> None:
     # A copy of an OpenMP library or of torch's own library would be the process's second one.
     patterns = excluded(make("wheel")[-1])
     dynamic = subprocess.run(

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import mutants
 import pytest
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import mutants  # noqa: E402
-from mutation import choice, copy_of_checkout, sites  # noqa: E402
+from mutation import choice, copy_of_checkout, sites
 
 CPP = """#include <vector>  // a < b
 #if defined(__aarch64__)

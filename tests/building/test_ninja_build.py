@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,21 +100,14 @@ def test_estimate(
     assert ninja_build.estimate(files, seconds) == expected
 
 
-class TestAlone:
-    #: A program that says when it begins to compile, and compiles until it is killed.
-    BUILDS = """
-import sys, types
-from pathlib import Path
-from selfattn_ext.build import ninja_build, toolchain
-folder = Path(sys.argv[1])
-(folder / "build.ninja").write_text("rule wait\\n command = sleep 1; touch $out\\n"
-                                    + "".join(f"build {i}: wait\\n" for i in range(99)))
-with toolchain.environment(), ninja_build.alone_in(folder) as kept_open:
-    (folder / "lock").touch()  # torch does the same
-    print("begun", flush=True)
-    ninja_build.run(sys.argv[1], lambda files: __import__("contextlib").nullcontext(), kept_open)
-"""
+def build_until_killed(folder: Path, begun: Connection) -> None:
+    with toolchain.environment(), ninja_build.alone_in(folder) as kept_open:
+        (folder / "lock").touch()  # torch does the same
+        begun.send(True)
+        ninja_build.run(str(folder), lambda files: nullcontext(), kept_open)
 
+
+class TestAlone:
     def test_waits_for_who_was_first(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         order = []
 
@@ -130,14 +126,15 @@ with toolchain.environment(), ninja_build.alone_in(folder) as kept_open:
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
     def test_not_for_who_is_gone(self, how: signal.Signals, tmp_path: Path) -> None:
-        with subprocess.Popen(
-            [sys.executable, "-c", self.BUILDS, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.send_signal(how)
+        commands = "".join(f"build {i}: wait\n" for i in range(99))
+        (tmp_path / "build.ninja").write_text(f"rule wait\n command = sleep 1; touch $out\n{commands}")
+        fork = multiprocessing.get_context("fork")
+        begun, told = fork.Pipe(duplex=False)
+        process = fork.Process(target=build_until_killed, args=(tmp_path, told))
+        process.start()
+        assert begun.recv()
+        os.kill(process.pid, how)
+        process.join()
         with ninja_build.alone_in(tmp_path):
             assert not (tmp_path / "lock").exists()
             assert not (tmp_path / "98").exists()  # only commands that had begun were waited for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +21,9 @@ from selfattn_ext.commands import check, heatmap
 from selfattn_ext.commands.cli import main
 from selfattn_ext.terminal import CommandError, Progress, check_output, table
 
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
 
 def is_png(path: Path) -> bool:
-    return path.read_bytes().startswith(PNG_SIGNATURE)
-
-
-@pytest.fixture
-def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    return path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.mark.parametrize("command", ["", "demo", "info", "check", "bench", "heatmap"])
@@ -122,10 +115,7 @@ def test_info_names_versions_features_and_the_chosen_kernel(capsys: pytest.Captu
 
 def test_info_in_a_process_of_its_own_reports_a_wrong_instruction_set(tmp_path: Path) -> None:
     program = "import runpy, sys; sys.argv = ['', 'info']; runpy.run_module('selfattn_ext', None, '__main__')"
-    # The process imports the same package as this test.
-    package = str(Path(info.__file__).parents[1])
-    variables = {**os.environ, "SELFATTN_CPU_ISA": "sse9", "PYTHONPATH": package}
-    finished = warm.python(program, tmp_path, variables)
+    finished = warm.python(program, tmp_path, warm.variables(SELFATTN_CPU_ISA="sse9"))
     assert finished.returncode == 1, finished.stderr
     assert "no kernel can be chosen" in finished.stdout
     assert "sse9" in finished.stdout
@@ -139,19 +129,22 @@ def test_check_passes_for_every_kernel_and_dtype(capsys: pytest.CaptureFixture[s
     assert all(" yes " in line for line in lines)
 
 
-def test_check_fails_where_a_result_is_off(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = check.cases(0)[0]
+@pytest.fixture
+def failures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Returns what the command says of a case whose results a function has changed."""
 
-    def slightly_wrong(**tensors: torch.Tensor) -> torch.Tensor:
-        factor = 1 + 1e-4 if forced_kernel.current() == "loops" else 1.0
-        return case.ours(**tensors) * factor
+    def run(change: Callable[[torch.Tensor], torch.Tensor], name: str = "") -> str:
+        case = next(case for case in check.cases(0) if case.name.startswith(name))
+        changed = replace(case, name="tampered", ours=lambda **tensors: change(case.ours(**tensors)))
+        monkeypatch.setattr(check, "cases", lambda seed: [changed])
+        assert main(["check"]) == 1
+        return capsys.readouterr().out
 
-    wrong = check.Case("tampered", slightly_wrong, case.formula, case.inputs)
-    monkeypatch.setattr(check, "cases", lambda seed: [wrong])
-    assert main(["check"]) == 1
-    printed = capsys.readouterr().out
+    return run
+
+
+def test_check_fails_where_a_result_is_off(failures: Callable[..., str]) -> None:
+    printed = failures(lambda out: out * (1 + 1e-4 if forced_kernel.current() == "loops" else 1.0))
     assert "float32: tampered: forward error" in printed
     assert "float32: tampered: backward error" in printed
     assert "fused" not in printed.partition("failed:")[2]
@@ -160,48 +153,24 @@ def test_check_fails_where_a_result_is_off(
 @pytest.mark.parametrize(
     "name", ["packed sequences", "cache in pages, one token", "cache in pages, a prompt"]
 )
-def test_check_sees_a_row_in_the_wrong_place(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_sees_a_row_in_the_wrong_place(name: str, failures: Callable[..., str]) -> None:
     (case,) = (case for case in check.cases(0) if case.name == name)
-
-    def shifted(**tensors: torch.Tensor) -> torch.Tensor:
-        return case.ours(**tensors).roll(1, 0)
-
-    monkeypatch.setattr(check, "cases", lambda seed: [replace(case, ours=shifted)])
-    assert main(["check"]) == 1
-    printed = capsys.readouterr().out
-    assert f"float32: {name}: forward error" in printed
-    assert (f"float32: {name}: backward error" in printed) == case.backward
+    printed = failures(lambda out: out.roll(1, 0), name)
+    assert "float32: tampered: forward error" in printed
+    assert ("float32: tampered: backward error" in printed) == case.backward
 
 
-def test_check_fails_where_threads_change_the_result(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = check.cases(0)[0]
-
-    def wavering(**tensors: torch.Tensor) -> torch.Tensor:
-        return case.ours(**tensors) * (1 + 2 * torch.finfo(torch.float64).eps * torch.get_num_threads())
-
-    wrong = check.Case("wavering", wavering, case.formula, case.inputs)
-    monkeypatch.setattr(check, "cases", lambda seed: [wrong])
-    assert main(["check"]) == 1
-    assert "float64: wavering: one thread and" in capsys.readouterr().out
+def test_check_fails_where_threads_change_the_result(failures: Callable[..., str]) -> None:
+    eps = torch.finfo(torch.float64).eps
+    printed = failures(lambda out: out * (1 + 2 * eps * torch.get_num_threads()))
+    assert "float64: tampered: one thread and" in printed
 
 
-def test_check_reports_exceptions_as_failures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = check.cases(0)[0]
-
-    def broken(**tensors: torch.Tensor) -> torch.Tensor:
+def test_check_reports_exceptions_as_failures(failures: Callable[..., str]) -> None:
+    def broken(out: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(
-        check, "cases", lambda seed: [check.Case("broken", broken, case.formula, case.inputs)]
-    )
-    assert main(["check"]) == 1
-    assert "broken: RuntimeError: out of order" in capsys.readouterr().out
+    assert "tampered: RuntimeError: out of order" in failures(broken)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +261,10 @@ def test_heatmap_refuses_files_of_other_kinds(tmp_path: Path, capsys: pytest.Cap
     assert "text.pt cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_matplotlib")
 def test_heatmap_without_matplotlib_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     assert main(["heatmap", "--out", str(tmp_path / "drawn.png")]) == 1
     assert "pip install 'selfattn_ext[viz]'" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from tolerances import TOLERANCES
+from tolerances import FLOORS
 
 from selfattn_ext import demo
 from selfattn_ext.commands.cli import main
@@ -58,6 +58,12 @@ def test_demo_trains_compares_samples_and_draws(tmp_path: Path, capsys: pytest.C
     assert "training 3/3" in printed.err
 
 
+def small(folder: Path, **options: Any) -> demo.Options:
+    book = folder / "book.txt"
+    book.write_text(SENTENCES, encoding="utf-8")
+    return demo.Options(text=book, size=SMALL, device=gpu.DEVICE, out=folder / "drawn.png", **options)
+
+
 def test_demo_reports_an_attention_that_computes_something_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,10 +72,7 @@ def test_demo_reports_an_attention_that_computes_something_else(
 
     monkeypatch.setattr(demo, "ATTENTIONS", (("selfattn_ext", sees_the_future), *demo.ATTENTIONS[1:]))
     # A few steps are needed, as attention does not yet matter in the untrained model.
-    options = demo.Options(
-        text=_book(tmp_path), steps=4, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
-    )
-    assert demo.run(options) == 1
+    assert demo.run(small(tmp_path, steps=4)) == 1
     assert "MORE than rounding explains" in capsys.readouterr().out
 
 
@@ -77,10 +80,7 @@ def test_demo_without_matplotlib_says_what_to_install_and_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    options = demo.Options(
-        text=_book(tmp_path), steps=1, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
-    )
-    assert demo.run(options) == 0
+    assert demo.run(small(tmp_path, steps=1)) == 0
     before, _, after = capsys.readouterr().out.partition("attention by")
     assert re.search(r"^picture none: .*pip install 'selfattn_ext\[viz\]'$", before, re.MULTILINE)
     assert "they agree" in after
@@ -88,15 +88,7 @@ def test_demo_without_matplotlib_says_what_to_install_and_trains(
 
 
 def test_demo_stops_early_on_a_slow_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = demo.Options(
-        text=_book(tmp_path),
-        steps=50,
-        max_seconds=1e-9,
-        size=SMALL,
-        device=gpu.DEVICE,
-        out=tmp_path / "drawn.png",
-    )
-    assert demo.run(options) == 0
+    assert demo.run(small(tmp_path, steps=50, max_seconds=1e-9)) == 0
     printed = capsys.readouterr().out
     assert "stopped after 1 of 50 steps" in printed
     assert "sample (cut short by --max-seconds)" in printed
@@ -133,18 +125,9 @@ def test_demo_as_a_whole_keeps_to_its_seconds(
     monkeypatch.setattr(demo, "SAMPLE_LENGTH", 400)
     machine = SlowMachine(monkeypatch)
     start = machine.now
-    options = demo.Options(
-        text=_book(tmp_path), max_seconds=250.0, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
-    )
-    assert demo.run(options) == 0
+    assert demo.run(small(tmp_path, max_seconds=250.0)) == 0
     assert 210.0 < machine.now - start <= 251.0
     assert "to finish within" in capsys.readouterr().out
-
-
-def _book(folder: Path) -> Path:
-    book = folder / "book.txt"
-    book.write_text(SENTENCES, encoding="utf-8")
-    return book
 
 
 def test_the_twins_learn_and_their_losses_agree() -> None:
@@ -158,7 +141,7 @@ def test_the_twins_learn_and_their_losses_agree() -> None:
     assert ours.losses[-1] < 1.0
     assert race.held_out_loss(ours.model, found, DEVICE) < 1.2
     # They may be twice as far apart as the other two, plus a rounding per step.
-    floor = len(ours.losses) * TOLERANCES[DEVICE.type, torch.float32].floor
+    floor = len(ours.losses) * FLOORS[torch.float32]
     for other in twins[1:]:
         assert race.largest_difference(ours, other) <= 2 * race.largest_difference(*twins[1:]) + floor
 

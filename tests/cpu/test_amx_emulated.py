@@ -7,7 +7,6 @@ AVX-512 is missing, too, they and the kernels for AVX-512 run in the library of 
 from __future__ import annotations
 
 import ast
-import os
 import platform
 import re
 import subprocess
@@ -18,9 +17,9 @@ from pathlib import Path
 import modules
 import pytest
 import turns
+import warm
 from avx512 import build
 
-import selfattn_ext
 from selfattn_ext import backends
 from selfattn_ext.build import library, toolchain
 
@@ -34,9 +33,9 @@ EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
 #: Modules of the suite, and which of their tests run here; one process runs all of them.
 CHOSEN = {
     "test_declared_options.py": "amx",
-    "test_flex_blocks.py": "every_kind and bfloat16",
+    "test_flex_blocks.py": "every_kind and bfloat16 and 96",
     "test_flex_options.py": "statistics",
-    "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
+    "test_gradients.py": "fused-amx and (rounding_of_the_output and plain or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",
     "test_paged.py": "every_option and amx",
 }
@@ -150,7 +149,12 @@ EXECUTED = {
 def test_every_arithmetic_executes_its_products(
     emulator: dict[str, str], run_python: Callable[..., str]
 ) -> None:
+    """Forward mode has three products of inputs and three with weights, which are three pieces; second
+    derivatives have five, with delta as above, and seven.
+    """
     script = """
+from torch.func import jvp
+
 def executed(dtype, precision, queries=64, head_dim=64, **options):
     torch.set_float32_matmul_precision(precision)
     shapes = [(1, 1, length, head_dim) for length in (queries, 64, 64)]
@@ -160,29 +164,8 @@ def executed(dtype, precision, queries=64, head_dim=64, **options):
     middle = count(b"tdpbf16ps")
     out.sum().backward()
     return backends.explain(q, k, v, **options).isa, middle - start, count(b"tdpbf16ps") - middle
-"""
-    calls = [f"executed{name}" for name in EXECUTED]
-    few = [f"executed({dtype!r}, {precision!r}, 4)" for dtype, precision in EXECUTED]
-    elsewhere = ["executed('bfloat16', 'highest', head_dim=15)", "executed('float16', 'highest', scale=-1.0)"]
-    script += f"print([{', '.join(calls + few + elsewhere)}])"
-    printed = run_python(ATTENTION + script, **emulator, SELFATTN_CPU_ISA="amx")
-    expected = [
-        ("amx" if forward else "avx512", forward, backward) for forward, backward in EXECUTED.values()
-    ]
-    # The scores of up to 16 queries and 64 keys are 4 x 1 tiles, 2 deep; the values take as many.
-    expected += [("amx", 16 if name[0] == "bfloat16" else 0, 0) for name in EXECUTED]
-    assert ast.literal_eval(printed) == expected + [("avx512", 0, 0)] * len(elsewhere)
 
-
-@emulated
-def test_derivatives_execute_their_products(emulator: dict[str, str], run_python: Callable[..., str]) -> None:
-    """Forward mode has three products of inputs and three with weights, which are three pieces; second
-    derivatives have five, with delta as above, and seven.
-    """
-    script = """
-from torch.func import jvp
-
-def executed(dtype):
+def of_derivatives(dtype):
     points, tangents = (tuple(torch.randn(1, 1, 64, 64).to(dtype) for _ in range(3)) for _ in range(2))
     start = count(b"tdpbf16ps")
     jvp(scaled_dot_product_attention, points, tangents)
@@ -194,11 +177,21 @@ def executed(dtype):
     torch.autograd.grad(grads, points, tangents)
     return forward, count(b"tdpbf16ps") - start
 
-print([executed(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)])
 """
+    calls = [f"executed{name}" for name in EXECUTED]
+    few = [f"executed({dtype!r}, {precision!r}, 4)" for dtype, precision in EXECUTED]
+    elsewhere = ["executed('bfloat16', 'highest', head_dim=15)", "executed('float16', 'highest', scale=-1.0)"]
+    derivatives = [f"of_derivatives(torch.{dtype})" for dtype in ("bfloat16", "float16", "float32")]
+    script += f"print([{', '.join(calls + few + elsewhere + derivatives)}])"
     printed = run_python(ATTENTION + script, **emulator, SELFATTN_CPU_ISA="amx")
+    expected = [
+        ("amx" if forward else "avx512", forward, backward) for forward, backward in EXECUTED.values()
+    ]
+    # The scores of up to 16 queries and 64 keys are 4 x 1 tiles, 2 deep; the values take as many.
+    expected += [("amx", 16 if name[0] == "bfloat16" else 0, 0) for name in EXECUTED]
+    expected += [("avx512", 0, 0)] * len(elsewhere)
     of_pairs = ((3 + 3 * 3) * 32, 5 * 32 + 2 * 8 + 7 * 3 * 32)
-    assert ast.literal_eval(printed) == [of_pairs, (0, 0), (0, 0)]
+    assert ast.literal_eval(printed) == [*expected, of_pairs, (0, 0), (0, 0)]
 
 
 @pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="this processor lacks AMX")
@@ -229,19 +222,12 @@ def run_tests(chosen: dict[str, str], isa: str, emulator: dict[str, str]) -> lis
     """Runs the chosen tests of modules in one process in the emulator, asserts success, and returns how many
     products of tiles each module has executed.
     """
-    package = str(Path(selfattn_ext.__file__).parent.parent)
     script = RUN_TESTS.format(chosen=[(str(modules.paths()[name]), which) for name, which in chosen.items()])
     run = subprocess.run(
         [sys.executable, "-c", MACHINE_CODE + script],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
-            "SELFATTN_CPU_ISA": isa,
-            **emulator,
-        },
+        env=warm.variables(SELFATTN_CPU_ISA=isa, **emulator),
         capture_output=True,
         text=True,
-        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return [int(number) for number in re.findall(r"^products of tiles: (\d+)$", run.stdout, re.MULTILINE)]

@@ -15,7 +15,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, MASKS, Case, check, dropout_seed
+from cases import DTYPES, LAYOUTS, MASKS, Case, check, dropout_seed, exact_and_peer
 from tolerances import assert_accurate
 
 from selfattn_ext import (
@@ -113,9 +113,8 @@ def test_addresses_of_any_alignment(shift: int, dtype: torch.dtype, cuda_kernel:
         memory = tensor.new_full((tensor.numel() + shift,), torch.nan)
         moved.append(memory[shift:].view(tensor.shape).copy_(tensor))
     assert moved[0].data_ptr() % 16 == (aligned[0].data_ptr() + shift * dtype.itemsize) % 16
-    expected = reference.attention(*(tensor.double() for tensor in aligned)).out
-    peer = reference.attention(*aligned).out
-    assert_accurate("out", scaled_dot_product_attention(*moved), expected, peer)
+    exact, peer = exact_and_peer(aligned)
+    assert_accurate("out", scaled_dot_product_attention(*moved), exact.out, peer.out)
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
@@ -161,10 +160,7 @@ def test_dropout_has_the_pattern_of_the_cpu(dtype: torch.dtype, p: float, cuda_k
     weights = ops.attention_weights(query, key, row_max, row_sum, 0.125, dropout_seed=seed.cuda(), **options)
     plain = ops.attention_weights(query, key, row_max, row_sum, 0.125)
     assert torch.equal((weights != 0).cpu(), keep & (plain != 0).cpu())
-    exact = reference.attention(
-        query.double(), key.double(), value.double(), dropout_p=p, dropout_seed=seed.cuda()
-    )
-    peer = reference.attention(query, key, value, dropout_p=p, dropout_seed=seed.cuda())
+    exact, peer = exact_and_peer([query, key, value], {"dropout_p": p, "dropout_seed": seed.cuda()})
     assert_accurate("out", out, exact.out, peer.out)
     assert_accurate("weights", weights, exact.weights, peer.weights)
 
@@ -198,9 +194,8 @@ def test_scores_softmax_and_weights(dtype: torch.dtype, cuda_kernel: str) -> Non
     ):
         exact = reference.masked_softmax(scores.double(), bias, **options)
         assert_accurate("softmax", masked_softmax(scores, bias, **options), exact, exact.to(dtype))
-    exact = reference.attention(query.double(), key.double(), key.double(), is_causal=True).weights
-    peer = reference.attention(query, key, key, is_causal=True).weights
-    assert_accurate("weights", attention_weights(query, key, is_causal=True), exact, peer)
+    exact, peer = exact_and_peer([query, key, key], {"is_causal": True})
+    assert_accurate("weights", attention_weights(query, key, is_causal=True), exact.weights, peer.weights)
 
 
 #: Three sequences, so that the batch can be split.

@@ -104,6 +104,10 @@ def arguments_of_backward() -> dict[str, Tensor]:
     return everywhere | of_rows | square | {"alibi_slopes": heads, "sinks": heads, "dropout_seed": seed}
 
 
+#: Those of them that attention_forward takes, too.
+OF_FORWARD = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "dropout_seed")
+
+
 @needs_kernels
 class TestChecks:
     """The checks in C++ are the same as for the CPU, except that tensors may be on different devices."""
@@ -112,30 +116,24 @@ class TestChecks:
     here, there = claimed(host) if BUILD["cuda"] else host, claimed(host, "cuda:1") if BUILD["cuda"] else host
 
     @pytest.mark.parametrize(
-        ("arguments", "options", "message"),
+        ("operator", "name"),
         [
-            ("hcc", {}, "key is on cuda:0 and query on cpu"),
-            ("chc", {}, "key is on cpu and query on cuda:0"),
-            ("cch", {}, "value is on cpu and query on cuda:0"),
-            ("coc", {}, "key is on cuda:1 and query on cuda:0"),
-            ("ccc", {"attn_mask": torch.zeros(1, 1, 4, 4)}, "attn_mask is on cpu"),
-            ("ccc", {"alibi_slopes": torch.zeros(1, 2)}, "alibi_slopes is on cpu"),
-            ("ccc", {"sinks": torch.zeros(1, 2)}, "sinks is on cpu"),
-            (
-                "ccc",
-                {"dropout_p": 0.5, "dropout_seed": torch.zeros(1, dtype=torch.int64)},
-                "dropout_seed is on cpu",
-            ),
+            *(("attention_forward", name) for name in OF_FORWARD),
+            *(("attention_backward", name) for name in arguments_of_backward()),
         ],
-        ids=str,
     )
-    def test_one_device(self, arguments: str, options: dict[str, Any], message: str) -> None:
-        tensors = [{"h": self.host, "c": self.here, "o": self.there}[letter] for letter in arguments]
+    def test_one_device(self, operator: str, name: str) -> None:
+        given = arguments_of_backward()
+        names = OF_FORWARD if operator == "attention_forward" else given
+        tensors = {other: given[other] if other == name else claimed(given[other]) for other in names}
+        message = "key is on cuda:0 and query on cpu" if name == "query" else f"{name} is on cpu"
         with pytest.raises(ValueError, match=message):
-            ops.attention_forward(*tensors, 1.0, **options)
+            getattr(ops, operator)(**tensors, scale=1.0, dropout_p=0.5)
 
     def test_one_device_for_the_other_operators(self) -> None:
         rows = claimed(torch.zeros(1, 2, 4))
+        with pytest.raises(ValueError, match="key is on cuda:1 and query on cuda:0"):
+            ops.attention_forward(self.here, self.there, self.here, 1.0)
         with pytest.raises(ValueError, match="row_sum is on cpu"):
             ops.attention_weights(self.here, self.here, rows, torch.zeros(1, 2, 4), 1.0)
         with pytest.raises(ValueError, match="key is on cuda:1"):
@@ -146,16 +144,6 @@ class TestChecks:
             ops.basic_attention(self.here, self.here, self.host, None, False, False)
         with pytest.raises(ValueError, match="value is on cpu"):
             ops.attention_refusals(self.here, self.here, self.host, 1.0)
-
-    @pytest.mark.parametrize("name", arguments_of_backward())
-    def test_one_device_for_gradients(self, name: str) -> None:
-        tensors = {
-            other: tensor if other == name else claimed(tensor)
-            for other, tensor in arguments_of_backward().items()
-        }
-        message = "key is on cuda:0 and query on cpu" if name == "query" else f"{name} is on cpu"
-        with pytest.raises(ValueError, match=message):
-            ops.attention_backward(**tensors, scale=1.0, dropout_p=0.5)
 
     def test_one_device_for_the_other_gradients(self) -> None:
         here, host = self.here, self.host

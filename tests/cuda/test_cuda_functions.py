@@ -144,20 +144,19 @@ def test_indices_beside_a_tensor() -> None:
     assert out[:, :, :10].isfinite().all()
 
 
-def test_options_together() -> None:
-    options = {
-        "attn_mask": torch.randn(2, 1, 67, 71),
-        "is_causal": True,
-        "query_offset": 4,
-        "window_size": (40, 0),
-        "softcap": 1.5,
-        "alibi_slopes": torch.tensor([0.1, 0.3]),
-        "sinks": torch.tensor([0.5, -1.0]),
+@pytest.mark.parametrize("kernel", ["", "simt"])
+def test_options_together(kernel: str) -> None:
+    options = {"softcap": 1.5, "alibi_slopes": torch.tensor([0.1, 0.3]), "sinks": torch.tensor([0.5, -1.0])}
+    mask = torch.randn(2, 1, 67, 71)
+    causal = {"attn_mask": mask, "is_causal": True, "query_offset": 4, "window_size": (40, 0)}
+    hiding = {
+        "attn_mask": mask.masked_fill(torch.rand(mask.shape) < 0.3, -torch.inf),
+        "window_size": (40, 10),
     }
-    for kernel in ("", "simt"):
-        with backends.use(kernel):
-            checked("alibi", (2, 2, 67, 71), **options)
-            checked("neighbourhood", (2, 2, 67, 71), **options)
+    with backends.use(kernel):
+        checked("alibi", (2, 2, 67, 71), **options, **causal)
+        checked("neighbourhood", (2, 2, 67, 71), **options, **causal)
+        checked("relative_bias", (2, 2, 67, 71), **options, **hiding)
 
 
 def test_gradients_of_options() -> None:
@@ -189,19 +188,6 @@ def test_what_is_learned(name: str, dtype: torch.dtype) -> None:
     checked(name, (2, 4, 70, 133), dtype, kv_heads=2)
 
 
-def test_what_is_learned_with_options() -> None:
-    options = {
-        "attn_mask": torch.randn(2, 1, 67, 71).masked_fill(torch.rand(2, 1, 67, 71) < 0.3, -torch.inf),
-        "window_size": (40, 10),
-        "softcap": 1.5,
-        "alibi_slopes": torch.tensor([0.1, 0.3]),
-        "sinks": torch.tensor([0.5, -1.0]),
-    }
-    for kernel in ("", "simt"):
-        with backends.use(kernel):
-            checked("relative_bias", (2, 2, 67, 71), **options)
-
-
 def test_what_is_learned_with_dropout_and_gradients_of_weights() -> None:
     query, key, value = leaves((1, 2, 40, 50), torch.float64)
     table = torch.randn(2, 90, dtype=torch.float64, requires_grad=True)
@@ -213,10 +199,12 @@ def test_what_is_learned_with_dropout_and_gradients_of_weights() -> None:
     out, dropped, lse = flex_attention(
         query, key, value, bias, dropout_p=0.4, return_weights=True, return_lse=True
     )
+    torch.testing.assert_close(out, dropped @ value)
     (found,) = torch.autograd.grad((out.sin().sum() + dropped.square().sum() + lse.sum()), table)
     distance = torch.arange(40)[:, None] - torch.arange(50) + 50
     scores = query @ key.mT / 4 + table[:, distance]
     weights = scores.softmax(-1) * (dropped != 0) / 0.6
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
     loss = (weights @ value).sin().sum() + weights.square().sum() + scores.logsumexp(-1).sum()
     torch.testing.assert_close(found, torch.autograd.grad(loss, table)[0])
 
@@ -256,15 +244,6 @@ def test_what_is_learned_has_nothing_of_hidden_scores() -> None:
         (found,) = torch.autograd.grad(out.sum(), table)
         part = flex_attention(query, key[:, :, :20], value[:, :, :20], lambda s, b, h, q, kv: s * table[kv])
         torch.testing.assert_close(found, torch.autograd.grad(part.sum(), table)[0])
-
-
-def test_weights_and_dropout() -> None:
-    given = leaves((2, 2, 40, 50), torch.float32)
-    function = lambda score, b, h, q, kv: score * (1 + 0.1 * h)  # noqa: E731
-    out, weights, lse = flex_attention(*given, function, dropout_p=0.4, return_weights=True, return_lse=True)
-    torch.testing.assert_close(out, weights @ given[2])
-    scale = torch.tensor([1.0, 1.1])[:, None, None] / 4
-    torch.testing.assert_close(lse, (given[0] @ given[1].mT * scale).logsumexp(-1))
 
 
 def test_sequences() -> None:

@@ -4,22 +4,16 @@ scripts/hopper_loop_report.py counts the instructions that kernels for Hopper ex
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import functools
 
+import cuda_loop_report
+import hopper_loop_report
+import loop_model
+import nvcc
 import pytest
+import sass
 
 from selfattn_ext.build import cuda_build
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import cuda_loop_report  # noqa: E402
-import hopper_loop_report  # noqa: E402
-import loop_model  # noqa: E402
-import nvcc  # noqa: E402
-import sass  # noqa: E402
 
 COMPILER = cuda_build.find_nvcc()
 DISASSEMBLER = None if COMPILER is None else nvcc.find_nvdisasm(COMPILER.command)
@@ -193,7 +187,10 @@ def test_a_cubin_comes_with_its_head_dim(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @needs_nvcc
-def test_the_report_of_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_kernel(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    toolchain = cuda_loop_report.Toolchain(COMPILER.command, DISASSEMBLER, cuda_loop_report.ROOT / "csrc")
+    once = functools.cache(toolchain.compile)  # both calls need the same
+    monkeypatch.setattr(cuda_loop_report.Toolchain, "compile", lambda self, *kernel: once(*kernel))
     assert cuda_loop_report.main(["--kernels", "forward-64", "--archs", "80", "--markdown"]) == 0
     *_, row = capsys.readouterr().out.splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -205,8 +202,8 @@ def test_the_report_of_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert "HMMA.16816.F32.BF16" in capsys.readouterr().out
 
 
-def test_bad_arguments() -> None:
-    script = str(SCRIPTS / "cuda_loop_report.py")
-    run = subprocess.run([sys.executable, script, "--archs", "75"], capture_output=True, text=True)
-    assert run.returncode == 2
-    assert "the model knows the architectures 80, 90" in run.stderr
+def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cuda_loop_report.main(["--archs", "75"])
+    assert end.value.code == 2
+    assert "the model knows the architectures 80, 90" in capsys.readouterr().err

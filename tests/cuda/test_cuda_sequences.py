@@ -1,5 +1,5 @@
 """Packed sequences and caches on a GPU: changing lengths in graphs, unread lengths, pages.
-tests/support/gpu.py lists the tests of numbers, which run on every device.
+The tests of numbers run on every device: see tests/support/gpu.py.
 """
 
 from __future__ import annotations

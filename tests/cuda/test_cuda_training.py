@@ -1,6 +1,6 @@
 """Training on the GPU: graphs of whole steps, checkpoints, autocast, streams, memory of the backward.
 
-tests/support/gpu.py lists the tests of gradients' numbers, which run on every device.
+The tests of gradients' numbers run on every device: see tests/support/gpu.py.
 """
 
 from __future__ import annotations

@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import gpu_model
+import gpu_model_cases
+import gpu_model_counts
+import gpu_model_limits
 import pytest
 
 from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 from selfattn_ext.terminal import CommandError
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("gpu_model_cases", "gpu_model_counts", "gpu_model_limits", "gpu_model")
 CLASSES = (
-    *(
-        "mma_bfloat16",
-        "mma_float16",
-        "float32",
-        "float32_choice",
-        "float64",
-        "float16",
-        "integer",
-        "comparison",
-    ),
-    *("conversion", "special", "move", "parameter", "ldmatrix", "shared_load", "shared_store", "global_load"),
-    *("global_store", "local", "atomic", "copy", "copy_wait", "shuffle", "vote", "barrier", "warp_barrier"),
-    *("branch", "other"),
+    *("mma_bfloat16", "mma_float16", "float32", "float32_choice", "float64", "float16", "integer"),
+    *("comparison", "conversion", "special", "move", "parameter", "ldmatrix", "shared_load", "shared_store"),
+    *("global_load", "global_store", "local", "atomic", "copy", "copy_wait", "shuffle", "vote", "barrier"),
+    *("warp_barrier", "branch", "other"),
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> Iterator[SimpleNamespace]:
-    """The modules that benchmarks/gpu_model.py uses."""
-    sys.path.insert(0, str(FOLDER))
-    import gpu_model
-    import gpu_model_cases
-    import gpu_model_counts
-    import gpu_model_limits
-
-    yield SimpleNamespace(
-        cases=gpu_model_cases, counts=gpu_model_counts, limits=gpu_model_limits, program=gpu_model
-    )
-    sys.path.remove(str(FOLDER))
-    for name in MODULES:
-        sys.modules.pop(name)
 
 
 def line(kernel: str, blocks: int = 1, **changes: Any) -> dict[str, Any]:
@@ -97,16 +69,16 @@ FORWARD = (
         ("at::native::fill()", "at::native::fill()"),
     ],
 )
-def test_names(signature: str, name: str, model: SimpleNamespace) -> None:
-    assert model.counts.short_name(signature) == name
+def test_names(signature: str, name: str) -> None:
+    assert gpu_model_counts.short_name(signature) == name
 
 
-def test_published_rates_agree(model: SimpleNamespace) -> None:
+def test_published_rates_agree() -> None:
     """An mma takes a whole number of cycles, so peak, clock and number of multiprocessors fit together."""
     cycles = {}
-    for device in model.limits.DEVICES:
+    for device in gpu_model_limits.DEVICES:
         of_one = device.tensor / device.multiprocessors / device.clock
-        cycles[device.name] = model.limits.MMA_OPERATIONS / of_one
+        cycles[device.name] = gpu_model_limits.MMA_OPERATIONS / of_one
     assert cycles == pytest.approx(
         {"A100 SXM 80 GB": 2, "H100 SXM": 1, "H200 SXM": 1, "RTX 4090": 8}, rel=2e-3
     )
@@ -127,30 +99,30 @@ def test_published_rates_agree(model: SimpleNamespace) -> None:
         ({"read": 2_039_000}, "DRAM", 32e-6),
     ],
 )
-def test_a_resource_alone(
-    changes: dict[str, int], resource: str, seconds: float, model: SimpleNamespace
-) -> None:
-    counts = model.counts.flat(line("k", blocks=1000, **changes))
-    bound = model.limits.bound(counts, model.limits.A100)
+def test_a_resource_alone(changes: dict[str, int], resource: str, seconds: float) -> None:
+    counts = gpu_model_counts.flat(line("k", blocks=1000, **changes))
+    bound = gpu_model_limits.bound(counts, gpu_model_limits.A100)
     assert bound.resource == resource
     assert bound.least == pytest.approx(seconds, rel=1e-3)
     # Issuing instructions adds half of the time at most.
-    assert sum(bound.share(name) for name in model.limits.RESOURCES) < 1.51
+    assert sum(bound.share(name) for name in gpu_model_limits.RESOURCES) < 1.51
 
 
-def test_few_blocks_use_few_multiprocessors(model: SimpleNamespace) -> None:
+def test_few_blocks_use_few_multiprocessors() -> None:
     def seconds(blocks: int) -> float:
-        counts = model.counts.flat(line("k", blocks=blocks, mma_bfloat16=1000))
-        return float(model.limits.bound(counts, model.limits.A100).least)
+        counts = gpu_model_counts.flat(line("k", blocks=blocks, mma_bfloat16=1000))
+        return float(gpu_model_limits.bound(counts, gpu_model_limits.A100).least)
 
     assert seconds(1) == pytest.approx(108 * seconds(108))
     assert seconds(108) == seconds(500)
 
 
-def test_integers_are_not_counted_as_issued(model: SimpleNamespace) -> None:
-    assert set(model.limits.KEPT) < set(CLASSES)
-    counts = model.counts.flat(line("k", integer=7, move=5, branch=3, comparison=2, float32=11, barrier=2))
-    assert model.limits.issued(counts) == 13
+def test_integers_are_not_counted_as_issued() -> None:
+    assert set(gpu_model_limits.KEPT) < set(CLASSES)
+    counts = gpu_model_counts.flat(
+        line("k", integer=7, move=5, branch=3, comparison=2, float32=11, barrier=2)
+    )
+    assert gpu_model_limits.issued(counts) == 13
 
 
 def quadratic(length: int, heads: int) -> dict[str, int]:
@@ -162,7 +134,7 @@ def quadratic(length: int, heads: int) -> dict[str, int]:
     }
 
 
-def counts_of(model: SimpleNamespace, shape: Any, wrong: str = "") -> dict[str, Any]:
+def counts_of(shape: Any, wrong: str = "") -> dict[str, Any]:
     """The counts of the shape's runs, as the machine would write them, with launches of torch; the run
     `wrong` has more than it should.
     """
@@ -172,14 +144,14 @@ def counts_of(model: SimpleNamespace, shape: Any, wrong: str = "") -> dict[str, 
         changes = {key: int(more * count) for key, count in quadratic(run.length, run.heads).items()}
         lines += [{"shape": 0, "run": str(run)}, line("void at::native::fill()", mma_bfloat16=9)]
         lines += [line(FORWARD, blocks=run.heads * run.length // 128, **changes)]
-    runs = model.counts.read("".join(json.dumps(one) + "\n" for one in lines))
+    runs = gpu_model_counts.read("".join(json.dumps(one) + "\n" for one in lines))
     return {run: kernels for (_, run), kernels in runs.items()}
 
 
-def test_counts_of_a_long_call(model: SimpleNamespace) -> None:
-    shape = model.cases.shapes()[3]
+def test_counts_of_a_long_call() -> None:
+    shape = gpu_model_cases.shapes()[3]
     assert shape.case.length == 8192
-    (kernel,) = model.counts.whole_call(shape, counts_of(model, shape))
+    (kernel,) = gpu_model_counts.whole_call(shape, counts_of(shape))
     assert shape.heads == shape.case.batch * shape.case.heads
     assert kernel.deviation < 1e-12
     for name, count in quadratic(8192, shape.heads).items():
@@ -190,22 +162,22 @@ def test_counts_of_a_long_call(model: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["1024x1", "512x2", "2048x1", "512x3"])
-def test_counts_that_grow_otherwise_are_seen(wrong: str, model: SimpleNamespace) -> None:
-    shape = model.cases.shapes()[0]
-    (kernel,) = model.counts.whole_call(shape, counts_of(model, shape, wrong))
+def test_counts_that_grow_otherwise_are_seen(wrong: str) -> None:
+    shape = gpu_model_cases.shapes()[0]
+    (kernel,) = gpu_model_counts.whole_call(shape, counts_of(shape, wrong))
     assert kernel.deviation > 0.05
 
 
-def test_runs_must_launch_the_same_kernels(model: SimpleNamespace) -> None:
-    shape = model.cases.shapes()[0]
-    runs = counts_of(model, shape)
+def test_runs_must_launch_the_same_kernels() -> None:
+    shape = gpu_model_cases.shapes()[0]
+    runs = counts_of(shape)
     runs["512x3"] = {"another": next(iter(runs["512x3"].values()))}
     with pytest.raises(CommandError, match="different kernels"):
-        model.counts.whole_call(shape, runs)
+        gpu_model_counts.whole_call(shape, runs)
 
 
-def test_runs_are_parts_of_their_calls(model: SimpleNamespace) -> None:
-    for shape in model.cases.shapes():
+def test_runs_are_parts_of_their_calls() -> None:
+    for shape in gpu_model_cases.shapes():
         whole = shape.case
         for run in (*shape.counted(), *shape.checked()):
             case = shape.call(run)
@@ -217,18 +189,18 @@ def test_runs_are_parts_of_their_calls(model: SimpleNamespace) -> None:
             assert replace(case, length=whole.length, **same) == whole
 
 
-def test_tables(model: SimpleNamespace) -> None:
-    shape = model.cases.shapes()[0]
-    counted = [(shape, model.counts.whole_call(shape, counts_of(model, shape)))]
-    tables = [("counts", *model.program.counts_table(counted))]
-    tables += [("A100", *model.program.bounds_table(counted, model.limits.A100))]
-    tables += [("devices", *model.program.summary(counted, model.limits.DEVICES))]
+def test_tables() -> None:
+    shape = gpu_model_cases.shapes()[0]
+    counted = [(shape, gpu_model_counts.whole_call(shape, counts_of(shape)))]
+    tables = [("counts", *gpu_model.counts_table(counted))]
+    tables += [("A100", *gpu_model.bounds_table(counted, gpu_model_limits.A100))]
+    tables += [("devices", *gpu_model.summary(counted, gpu_model_limits.DEVICES))]
     for _, header, cells in tables:
         assert [len(cell) for cell in cells] == [len(header)]
-    assert "| tensor | 100% |" in model.program.as_markdown(*tables[1][1:])
-    assert len(json.dumps(model.program.as_data(counted))) > 0
+    assert "| tensor | 100% |" in gpu_model.as_markdown(*tables[1][1:])
+    assert len(json.dumps(gpu_model.as_data(counted))) > 0
 
 
-def test_a_name_that_no_call_has(model: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert model.program.main(["--only", "no such call"]) == 2
+def test_a_name_that_no_call_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_model.main(["--only", "no such call"]) == 2
     assert "no call has 'no such call' in its name" in capsys.readouterr().err

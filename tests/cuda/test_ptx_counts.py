@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nvcc_marks import runs_programs
 from ptx_machine import build
 
-from selfattn_ext.build import cuda_build
-
-pytestmark = [
-    pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
-    pytest.mark.xdist_group("ptx_machine"),
-]
+pytestmark = runs_programs
 
 BLOCKS, WARPS = 3, 6  # of a launch; WARPS in all its blocks
 #: Classes of instructions that the compiler adds to the counted statements.

@@ -10,16 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from nvcc_marks import runs_programs
 from ptx_machine import build
 from ptx_machine.build import run
 
-from selfattn_ext.build import cuda_build
-
-pytestmark = [
-    pytest.mark.ptx_machine,
-    pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
-    pytest.mark.xdist_group("ptx_machine"),
-]
+pytestmark = [pytest.mark.ptx_machine, *runs_programs]
 
 #: Orders of warps, whether races are looked for, and when copies happen.
 WAYS = ((0, 0, "late"), (1, 1, "late"), (2, 1, "eager"))

@@ -12,15 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from nvcc_marks import runs_programs
 from ptx_machine import build
 from ptx_machine.build import run
 
-from selfattn_ext.build import cuda_build
-
-pytestmark = [
-    pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
-    pytest.mark.xdist_group("ptx_machine"),
-]
+pytestmark = runs_programs
 
 OUTSIDE = r"is outside of the 1024 bytes of shared memory"
 SOURCE = r"wrong_kernels\.cu:\d+"
@@ -260,8 +256,7 @@ FATBIN = 0xBA55ED50.to_bytes(4, "little")
 @pytest.mark.ptx_machine
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=lambda flags: "".join(flags) or "default")
 def test_compressed_ptx(compression: list[str], tmp_path: Path) -> None:
-    nvcc = cuda_build.find_nvcc()
-    assert nvcc is not None
+    nvcc = build.nvcc()
     if compression and nvcc.version < (12, 8):
         pytest.skip("an nvcc that compresses in one way alone")
     flags = [flag.replace("code=sm_", "code=compute_") for flag in flags_for_one_device()]

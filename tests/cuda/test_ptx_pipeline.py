@@ -10,15 +10,11 @@ import json
 from pathlib import Path
 
 import pytest
+from nvcc_marks import runs_programs
 from ptx_machine import build
 from ptx_machine.build import run
 
-from selfattn_ext.build import cuda_build
-
-pytestmark = [
-    pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
-    pytest.mark.xdist_group("ptx_machine"),
-]
+pytestmark = runs_programs
 
 
 @pytest.fixture(scope="module")

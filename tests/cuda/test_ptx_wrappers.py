@@ -12,14 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nvcc_marks import runs_programs
 from ptx_machine import build, probe, wrapper_models
 
-from selfattn_ext.build import cuda_build
-
-pytestmark = [
-    pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
-    pytest.mark.xdist_group("ptx_machine"),
-]
+pytestmark = runs_programs
 
 WRAPPERS = (*wrapper_models.MODELS, "multiply_bfloat16", "multiply_float16")
 GENERATIONS = tuple(wrapper_models.PRODUCTS_OF_STEP)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import check_references
 import pytest
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import check_references  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,7 @@ def files() -> Iterator[Path]:
     """Yields all sources except test modules, which set variables for other code to read."""
     for folder in ("selfattn_ext", "csrc", ".pep517", "benchmarks", "scripts", "simulators", "tests"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"} and not path.name.startswith(
-                "test_"
-            ):
+            if path.suffix in SUFFIXES and not path.name.startswith("test_"):
                 yield path
     yield from (ROOT / "setup.py", ROOT / "Makefile", ROOT / ".ci" / "run")
 

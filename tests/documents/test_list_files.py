@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import list_files
 import pytest
 from pages import ROOT, text_of
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import list_files
 
 
 def test_the_page_is_what_the_command_writes() -> None:

@@ -38,28 +38,15 @@ def as_flash_attention(
 ) -> Tensor:
     """Computes what FlashAttention's docstring says, for (B, T, H, D), in float64, with a bool mask."""
     query, key, value = (x.double().transpose(1, 2) for x in (q, k, v))
-    key, value = (x.repeat_interleave(HEADS // x.size(1), dim=1) for x in (key, value))
-    scores = query @ key.mT * scale
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    if slopes is not None:
-        length, source = scores.shape[-2:]
-        place = torch.arange(length).unsqueeze(-1) + source - length
-        scores = scores - slopes.double()[:, None, None] * (place - torch.arange(source)).abs()
-    weights = scores.masked_fill(~visible, -math.inf).softmax(-1).nan_to_num(0.0)
-    return (weights @ value).transpose(1, 2)
+    options = {"scale": scale, "softcap": softcap, "alibi_slopes": slopes}
+    offset = k.size(1) - q.size(1)
+    return reference.attention(query, key, value, visible, query_offset=offset, **options).out.transpose(1, 2)
 
 
 def lower_right(length: int, source: int, left: int, right: int) -> Tensor:
     """Query i sees keys i + S - L - left to i + S - L + right; a negative number is no bound."""
-    seen = [
-        [
-            (left < 0 or j >= i + source - length - left) and (right < 0 or j <= i + source - length + right)
-            for j in range(source)
-        ]
-        for i in range(length)
-    ]
-    return torch.tensor(seen)
+    i, j = torch.arange(length)[:, None] + source - length, torch.arange(source)
+    return ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
 
 
 def test_lower_right_is_as_flash_attention_draws_it() -> None:
@@ -67,86 +54,51 @@ def test_lower_right_is_as_flash_attention_draws_it() -> None:
     assert lower_right(5, 2, -1, 0).int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
 
 
+#: Arguments of flash_attn_func, and how many keys to the left and right of its place a query sees.
+OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "plain": ({}, -1, -1),
+    "causal": ({"causal": True}, -1, 0),
+    "window": ({"window_size": (2, 1)}, 2, 1),
+    "causal window": ({"causal": True, "window_size": (1, 3)}, 1, 0),
+    "softcap": ({"softmax_scale": 0.7, "softcap": 1.5, "causal": True}, -1, 0),
+    "alibi": ({"alibi_slopes": (0.5, 0.25, 0.125, 0.1)}, -1, -1),
+}
+OUR_NAMES = {"causal": "is_causal", "softmax_scale": "scale"}
+
+
+def numbers_of(options: dict[str, Any]) -> tuple[tuple[float, float], Tensor | None]:
+    """Returns scale and softcap, and the slopes."""
+    slopes = torch.tensor(options["alibi_slopes"]) if "alibi_slopes" in options else None
+    return (options.get("softmax_scale", WIDTH**-0.5), options.get("softcap", 0.0)), slopes
+
+
 class TestFlashAttention:
     @pytest.mark.parametrize(("length", "source"), LENGTHS)
-    @pytest.mark.parametrize(
-        ("options", "left", "right"),
-        [
-            ({}, -1, -1),
-            ({"causal": True}, -1, 0),
-            ({"window_size": (2, 1)}, 2, 1),
-            ({"causal": True, "window_size": (1, 3)}, 1, 0),
-            ({"softmax_scale": 0.7, "softcap": 1.5, "causal": True}, -1, 0),
-            ({"alibi_slopes": (0.5, 0.25, 0.125, 0.1)}, -1, -1),
-        ],
-        ids=["plain", "causal", "window", "causal window", "softcap", "alibi"],
-    )
+    @pytest.mark.parametrize(("options", "left", "right"), OPTIONS.values(), ids=OPTIONS)
     def test_its_arguments(
         self, length: int, source: int, options: dict[str, Any], left: int, right: int
     ) -> None:
         q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(length, source, kv_heads=2))
-        slopes = torch.tensor(options["alibi_slopes"]) if "alibi_slopes" in options else None
-        given = {**options, "alibi_slopes": slopes}
-        expected = as_flash_attention(
-            q,
-            k,
-            v,
-            options.get("softmax_scale", WIDTH**-0.5),
-            options.get("softcap", 0.0),
-            slopes,
-            lower_right(length, source, left, right),
-        )
-        torch.testing.assert_close(named("flash_attn_func")(q, k, v, **given), expected.float())
+        numbers, slopes = numbers_of(options)
+        visible = lower_right(length, source, left, right)
+        expected = as_flash_attention(q, k, v, *numbers, slopes, visible)
+        out = named("flash_attn_func")(q, k, v, **{**options, "alibi_slopes": slopes})
+        torch.testing.assert_close(out, expected.float())
 
-    def test_packed(self) -> None:
-        qkv = torch.randn(BATCH, 5, 3, HEADS, WIDTH)
-        everything = torch.ones(5, 5, dtype=torch.bool)
-        out = named("flash_attn_func")(*qkv.unbind(2))
-        torch.testing.assert_close(
-            out, as_flash_attention(*qkv.unbind(2), WIDTH**-0.5, 0.0, None, everything).float()
-        )
-
-    def test_padding_in_place_of_packed_sequences(self) -> None:
-        query, key, value = tensors(5, 7)
-        lengths = [7, 4]
-        filled = torch.arange(7) < torch.tensor(lengths)[:, None, None, None]
-        out = scaled_dot_product_attention(query, key, value, filled)
-        for n, length in enumerate(lengths):
-            alone = (x[n : n + 1, :, :length] for x in (key, value))
-            torch.testing.assert_close(out[n : n + 1], scaled_dot_product_attention(query[n : n + 1], *alone))
-
-    def test_cache(self) -> None:
-        query, key, value = tensors(7, 7)
-        whole = scaled_dot_product_attention(query, key, value, is_causal=True)
-        filled = slice(0, 5)
-        part = scaled_dot_product_attention(
-            query[:, :, 3:5], key[:, :, filled], value[:, :, filled], is_causal=True, query_offset=3
-        )
-        torch.testing.assert_close(part, whole[:, :, 3:5])
-
-    @pytest.mark.parametrize(
-        ("options", "left", "right"),
-        [
-            ({}, -1, -1),
-            ({"is_causal": True}, -1, 0),
-            ({"window_size": (2, 1)}, 2, 1),
-            ({"is_causal": True, "softcap": 1.5, "scale": 0.7}, -1, 0),
-            ({"alibi_slopes": (0.5, 0.25, 0.125, 0.1)}, -1, -1),
-        ],
-        ids=["plain", "causal", "window", "softcap", "alibi"],
-    )
+    @pytest.mark.parametrize(("options", "left", "right"), OPTIONS.values(), ids=OPTIONS)
     @pytest.mark.parametrize("chosen", [False, True], ids=["cache", "cache_batch_idx"])
     def test_kvcache(self, options: dict[str, Any], left: int, right: int, chosen: bool) -> None:
         lengths, index = [4, 0], torch.tensor([2, 0] if chosen else [0, 1])
         q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(3, 3, kv_heads=2))
         caches = [torch.randn(3, 9, 2, WIDTH) for _ in range(2)]
         before = [cache.clone() for cache in caches]
-        slopes = torch.tensor(options["alibi_slopes"]) if "alibi_slopes" in options else None
+        numbers, slopes = numbers_of(options)
+        ours = {OUR_NAMES.get(name, name): value for name, value in options.items()}
         # Each page is a whole row of the cache.
         given = (caches, index[:, None].int()) if chosen else ([cache[:2] for cache in caches], None)
         out = attention_with_kvcache(
             *(q, *given[0], k, v, torch.tensor(lengths), given[1]),
-            **{**options, "alibi_slopes": slopes},
+            **{**ours, "alibi_slopes": slopes},
             enable_gqa=True,
             layout="blhd",
         )
@@ -156,8 +108,7 @@ class TestFlashAttention:
                 assert torch.equal(cache[row], torch.cat([filled, old[row, length + 3 :]]))
             expected = as_flash_attention(
                 *(q[n : n + 1], *(filled[None] for filled in rows)),
-                options.get("scale", WIDTH**-0.5),
-                options.get("softcap", 0.0),
+                *numbers,
                 slopes,
                 lower_right(3, length + 3, left, right),
             )
@@ -198,18 +149,6 @@ class TestFlashAttention:
             _, lse = varlen_attn(x, x, x, offsets, offsets, 3, 3, return_aux=AuxRequest(lse=True))
         assert lse.shape == (HEADS, 5)
 
-    def test_lse_is_natural_and_of_a_query_that_sees_nothing_minus_infinity(self) -> None:
-        query, key, value = tensors(6, 4)
-        out, weights, lse = scaled_dot_product_attention(
-            query, key, value, is_causal=True, query_offset=-2, return_weights=True, return_lse=True
-        )
-        scores = (query @ key.mT * WIDTH**-0.5).masked_fill(~lower_right(6, 4, -1, 0), -math.inf)
-        assert (lse[..., :2] == -math.inf).all()
-        assert (out[..., :2, :] == 0).all()
-        torch.testing.assert_close(lse, scores.logsumexp(-1))
-        torch.testing.assert_close(weights, scores.softmax(-1).nan_to_num(0.0))
-        assert lse.shape == (BATCH, HEADS, 6)
-
 
 class TestXformers:
     """xFormers' biases as it documents them: as tensors that are added to the scores."""
@@ -242,15 +181,6 @@ class TestXformers:
         heads = x.transpose(1, 2)
         expected = reference.attention(heads, heads, heads, lower_right(6, 6, 2, 0)).out
         torch.testing.assert_close(named("local")(x, x, x, 3), expected.transpose(1, 2))
-
-    def test_causal_with_a_bias(self) -> None:
-        query, key, value = tensors(5, 5)
-        bias = torch.randn(BATCH, HEADS, 5, 5)
-        both = bias.masked_fill(~lower_right(5, 5, -1, 0), -math.inf)
-        torch.testing.assert_close(
-            scaled_dot_product_attention(query, key, value, bias, is_causal=True),
-            F.scaled_dot_product_attention(query, key, value, both),
-        )
 
     def test_three_dimensions_and_groups(self) -> None:
         query, key, value = (x[:, 0] for x in tensors(5, 7))  # (B, T, D)
@@ -322,25 +252,20 @@ class TestTorchLayer:
         out = scaled_dot_product_attention(q, k, v, mask)
         return layer.out_proj(out.transpose(1, 2).flatten(2))
 
-    def test_padding(self, layers: tuple[torch.nn.MultiheadAttention, MultiheadAttention]) -> None:
-        x = torch.randn(BATCH, self.LENGTH, HEADS * WIDTH)
-        hidden = torch.zeros(BATCH, self.LENGTH, dtype=torch.bool)
-        hidden[1, 4:] = True
-        theirs, ours = (layer(x, x, x, key_padding_mask=hidden)[0] for layer in layers)
-        torch.testing.assert_close(ours, theirs)
-        torch.testing.assert_close(self.by_function(layers[0], x, ~hidden[:, None, None, :]), theirs)
-
-    @pytest.mark.parametrize("kind", ["bool", "numbers", "per head"])
+    @pytest.mark.parametrize("kind", ["padding", "bool", "numbers", "per head"])
     def test_masks(self, layers: tuple[torch.nn.MultiheadAttention, MultiheadAttention], kind: str) -> None:
         x = torch.randn(BATCH, self.LENGTH, HEADS * WIDTH)
         hidden = ~lower_right(self.LENGTH, self.LENGTH, 2, 1)
-        mask, seen = hidden, ~hidden
+        mask, seen, name = hidden, ~hidden, "attn_mask"
+        if kind == "padding":
+            mask = torch.arange(self.LENGTH) >= torch.tensor([[self.LENGTH], [4]])
+            seen, name = ~mask[:, None, None, :], "key_padding_mask"
         if kind == "numbers":
             mask = seen = torch.randn(self.LENGTH, self.LENGTH)
         if kind == "per head":
             mask = torch.randn(BATCH * HEADS, self.LENGTH, self.LENGTH)
             seen = mask.unflatten(0, (BATCH, HEADS))
-        theirs, ours = (layer(x, x, x, attn_mask=mask)[0] for layer in layers)
+        theirs, ours = (layer(x, x, x, **{name: mask})[0] for layer in layers)
         torch.testing.assert_close(ours, theirs)
         torch.testing.assert_close(self.by_function(layers[0], x, seen), theirs)
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tolerances import assert_accurate
 from torch import nn
 
-import selfattn_ext
 from selfattn_ext import MultiHeadSelfAttention, SelfAttention, scaled_dot_product_attention
 
 
@@ -132,17 +131,6 @@ def test_unscaled_causal_head(options):
         assert_accurate(name, *(result.detach() for result in results))
 
 
-def test_unscaled_causal_head_in_steps():
-    x = torch.randn(4, 8, 32)
-    key, query = nn.Linear(32, 16, bias=False), nn.Linear(32, 16, bias=False)
-    out, wei = notebook_head(x, key, query)
-    scores = selfattn_ext.attention_scores(query(x), key(x), scale=1.0)
-    for options in ({"mask": torch.tril(torch.ones(8, 8)) == 1}, {"is_causal": True}):
-        weights = selfattn_ext.masked_softmax(scores, **options)
-        torch.testing.assert_close(weights, wei)
-        torch.testing.assert_close(weights @ x, out)
-
-
 def softmax(x):
     return (np.exp(x).T / np.sum(np.exp(x), axis=-1)).T
 
@@ -173,39 +161,3 @@ def test_two_dimensional_functional_with_an_additive_mask(masked):
         for name, result, *judges in zip(("values", "attention"), results, exact, peer, strict=True):
             assert result.dtype == tensors[0].dtype
             assert_accurate(name, result, *judges)
-
-
-@pytest.mark.cpu_only("loops are kernels for the CPU")
-@pytest.mark.parametrize("causal", [False, True])
-def test_loops_equal_the_vectorised_kernel_and_the_formula(causal):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 7, 16, dtype=torch.float64)
-    expected = torch.zeros(7, 16, dtype=torch.float64)
-    for i in range(7):
-        seen = range(i + 1 if causal else 7)
-        scores = [sum(float(q[i, d] * k[j, d]) for d in range(16)) / math.sqrt(16) for j in seen]
-        total = sum(math.exp(s) for s in scores)
-        for j in seen:
-            expected[i] += math.exp(scores[j]) / total * v[j]
-
-    formula = q @ k.T / math.sqrt(16)
-    if causal:
-        formula = formula.masked_fill(torch.tril(torch.ones(7, 7)) == 0, -math.inf)
-    formula = torch.softmax(formula, dim=-1) @ v
-    with selfattn_ext.backends.use("loops"):
-        loops = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    with selfattn_ext.backends.use("fused"):
-        fused = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    for result in (formula, loops, fused, scaled_dot_product_attention(q, k, v, is_causal=causal)):
-        torch.testing.assert_close(result, expected)
-
-
-def test_scaling_brings_the_variance_of_the_scores_to_one():
-    torch.manual_seed(0)
-    d_k = 64
-    q, k = torch.randn(8, 200, d_k), torch.randn(8, 200, d_k)
-    raw, scaled = selfattn_ext.attention_scores(q, k, scale=1.0), selfattn_ext.attention_scores(q, k)
-    assert raw.var().item() == pytest.approx(d_k, rel=0.1)
-    assert scaled.var().item() == pytest.approx(1, rel=0.1)
-    torch.testing.assert_close(raw, q @ k.transpose(-2, -1))
-    torch.testing.assert_close(scaled, raw / math.sqrt(d_k))

@@ -338,10 +338,13 @@ def exact_and_peer(
 
 
 def in_another_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with the same products of query and key, in float64 with terms in reverse order."""
-    if tensors["query"].dtype != torch.float64:
-        return tensors
-    return {**tensors, "query": tensors["query"].flip(-1), "key": tensors["key"].flip(-1)}
+    """Returns tensors with the same products of query and key, in float64 with terms in reverse order. So are
+    their tangents and gradients, whose names end like theirs.
+    """
+    return {
+        name: tensor.flip(-1) if tensor.dtype == torch.float64 and name.endswith(("query", "key")) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 class Judge:

@@ -91,11 +91,8 @@ def judge(case: Case, tensors: Tensors, cotangents: Tensors, tangents: Tensors) 
 
     exact = found(*(exact_inputs(given) for given in (tensors, cotangents, tangents)))
     # The elements of tangents are in the order of those of their tensors.
-    ordered = tangents | in_another_order(tangents)
-    peer = found(in_another_order(tensors), cotangents, ordered)
-    for name in ("query", "key"):
-        second = f"second derivative by {name}"
-        peer[second] = in_another_order({"query": peer[second], "key": peer[second]})["query"]
+    peer = found(in_another_order(tensors), cotangents, in_another_order(tangents))
+    peer |= in_another_order({name: peer[name] for name in peer if name.startswith("second derivative")})
     return exact, peer
 
 

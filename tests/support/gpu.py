@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import modules
 import pytest
 import torch
 from torch import Tensor
@@ -25,72 +26,7 @@ DEVICE_VARIABLE = "SELFATTN_TEST_DEVICE"
 #: The device of tests that name none: "cpu" or "cuda".
 DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
 
-#: The test modules that test the GPU as well as the CPU.
-MODULES = (
-    "test_aten_cuda.py",
-    "test_autocast.py",
-    "test_batch_invariant.py",
-    "test_batch_invariant_switch.py",
-    "test_compile.py",
-    "test_declared_options.py",
-    "test_decode.py",
-    "test_demo.py",
-    "test_determinism.py",
-    "test_double_backward.py",
-    "test_dropout.py",
-    "test_edge_cases.py",
-    "test_errors.py",
-    "test_examples.py",
-    "test_export.py",
-    "test_flags.py",
-    "test_flex_caches.py",
-    "test_flex_functions.py",
-    "test_flex_sequences.py",
-    "test_forward_mode.py",
-    "test_func_transforms.py",
-    "test_functional.py",
-    "test_gradients.py",
-    "test_kv_cache_helper.py",
-    "test_kv_cache_random.py",
-    "test_attention_with_kvcache.py",
-    "test_kv_cache_overlap.py",
-    "test_large_values.py",
-    "test_mask_gradient.py",
-    "test_mask_sums.py",
-    "test_masks.py",
-    "test_memory_errors.py",
-    "test_multihead_attention.py",
-    "test_multihead_layers.py",
-    "test_multihead_options.py",
-    "test_nested.py",
-    "test_nn.py",
-    "test_notebook.py",
-    "test_ops.py",
-    "test_options_pairwise.py",
-    "test_overrides.py",
-    "test_paged.py",
-    "test_pieces.py",
-    "test_precision.py",
-    "test_ragged_blocks.py",
-    "test_readme.py",
-    "test_reference.py",
-    "test_rising_scores.py",
-    "test_rotary.py",
-    "test_second_order.py",
-    "test_sequences.py",
-    "test_source_notebooks.py",
-    "test_special_numbers.py",
-    "test_varlen.py",
-    "test_varlen_cache.py",
-    "test_varlen_calls.py",
-    "test_varlen_errors.py",
-    "test_varlen_masks.py",
-    "test_viz.py",
-    "test_viz_layout.py",
-    "test_viz_masks.py",
-)
-
-#: The reason why other modules do not run on a GPU, by the beginnings of their names.
+#: The reason why modules do not run on a GPU, by the beginnings of their names.
 ELSEWHERE = {
     "test_amx": "instructions of a CPU",
     "test_backends": "forces instruction sets of a CPU",
@@ -152,6 +88,8 @@ ELSEWHERE = {
     "test_wide": "is about the order of sums on the CPU",
     "test_wild": "on a GPU the numbers are not checked; the PTX machine shows that kernels limit them",
 }
+#: The test modules that test the GPU as well as the CPU: all others.
+MODULES = tuple(name for name in modules.paths() if not name.startswith(tuple(ELSEWHERE)))
 
 
 def missing() -> str | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from cases import Case, cotangents_of, drawn, dropout_seed, exact_inputs, laid_out
+from cases import Case, cotangents_of, drawn, dropout_seed, exact_inputs, in_another_order, laid_out
 from tolerances import assert_accurate
 from torch import Tensor
 
@@ -125,8 +125,8 @@ def judge(case: Case, given: Named, tangents: Named, cotangents: Named, results:
     """Asserts that results are accurate, as the table of tolerances demands."""
     exact_tangents = {name: tangent.double() for name, tangent in tangents.items()}
     exact = derivatives(case, exact_inputs(given), exact_tangents, cotangents)
-    peer = derivatives(case, *(_in_another_order(case, it) for it in (given, tangents)), cotangents)
-    peer |= _in_another_order(case, {name: peer[name] for name in peer if name.startswith("grad")})
+    peer = derivatives(case, in_another_order(given), in_another_order(tangents), cotangents)
+    peer |= in_another_order({name: peer[name] for name in peer if name.startswith("grad")})
     terms = _largest_terms(case, exact_inputs(given), exact_tangents, cotangents["out"])
     judged = dict(results)
     judged["lse"] = judged.pop("row_max") + judged.pop("row_sum").log()
@@ -138,14 +138,6 @@ def judge(case: Case, given: Named, tangents: Named, cotangents: Named, results:
             size *= case.queries + case.keys + abs(case.query_offset)
         expected, of_peer = exact[name].detach(), peer[name].detach()
         assert_accurate(name, result, expected, of_peer, size, case.dtype if is_grad else None)
-
-
-def _in_another_order(case: Case, tensors: Named) -> Named:
-    """Reverses the head dim in float64, as cases.Judge does; for gradients this restores the order."""
-    if case.dtype != torch.float64:
-        return tensors
-    turned = [name for name in tensors if name.endswith(("query", "key"))]
-    return tensors | {name: tensors[name].flip(-1) for name in turned}
 
 
 def _largest_terms(case: Case, given: Named, tangents: Named, grad_out: Tensor) -> float:

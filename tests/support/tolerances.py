@@ -8,8 +8,6 @@ test knows them. This magnitude is at least 1, as inputs of unit variance give t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,24 +15,10 @@ from torch import Tensor
 PEER_FACTOR = 2.0
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    #: The error that is allowed if the peer has none, relative to the largest exact magnitude.
-    floor: float
-
-
-# 16-bit floors are half a unit in the last place of the largest element, and that of float32 is a few units.
-# float64 has a floor because its judge makes rounding errors, too.
-TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
-    (device, dtype): Tolerance(floor)
-    for device in ("cpu", "cuda")
-    for dtype, floor in (
-        (torch.float64, 1e-14),
-        (torch.float32, 1e-6),
-        (torch.bfloat16, 2.0**-8),
-        (torch.float16, 2.0**-11),
-    )
-}
+#: The error that is allowed if the peer has none, relative to the largest exact magnitude. 16-bit floors are
+#: half a unit in the last place of the largest element, and that of float32 is a few units. float64 has one
+#: because its judge makes rounding errors, too.
+FLOORS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def distance(result: Tensor, exact: Tensor, terms: float = 1.0) -> float:
@@ -66,7 +50,7 @@ def assert_accurate(
         assert wrong == 0, f"{name}: {wrong} of {result.numel()} elements differ in being {kind}"
     error = distance(result, exact, terms)
     dtype = max((dtype or result.dtype, result.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    bound = TOLERANCES[result.device.type, dtype].floor
+    bound = FLOORS[dtype]
     if peer is not None:
         bound += PEER_FACTOR * distance(peer, exact, terms)
     assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 #: A fork leaves the loop and executes its program at the end, as the interpreter would.
@@ -44,6 +46,15 @@ def _server() -> subprocess.Popen[str]:
     server = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(server.communicate)
     return server
+
+
+def variables(**more: str) -> dict[str, str]:
+    """Returns the environment of a process outside the checkout, which imports the package that is tested."""
+    found = find_spec("selfattn_ext")
+    assert found is not None
+    assert found.origin is not None
+    path = [str(Path(found.origin).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **more}
 
 
 def python(program: str, folder: Path, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
