@@ -74,8 +74,11 @@ def test_elements_are_those_of_transformers(function: str, place: str, side: str
     assert isinstance(mask, PositionalMask)
     assert mask.shape == expected.shape
     assert torch.equal(mask.dense(), expected)
-    assert mask.dtype == torch.float32
-    assert torch.equal(mask + 0.0, masking_utils.eager_mask(**arguments))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        # A layer that computes its own attention adds the mask.
+        added = integration.mask_function(**arguments, dtype=dtype) + torch.zeros((), dtype=dtype)
+        assert added.dtype == dtype
+        assert torch.equal(added, masking_utils.eager_mask(**arguments, dtype=dtype))
     if side in ("none", "all") and function in ("causal", "window", "one sequence"):
         assert mask.visible_keys is None
     skipping = integration.mask_function(**{**arguments, "allow_is_bidirectional_skip": True})
@@ -100,7 +103,10 @@ def test_what_is_no_rule_is_a_tensor() -> None:
         mask = integration.mask_function(**arguments)
         assert isinstance(mask, VisibleMask)
         assert torch.equal(mask.dense(), masking_utils.sdpa_mask(**arguments))
-        assert torch.equal(mask[..., :5], masking_utils.eager_mask(**arguments)[..., :5])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            mask = integration.mask_function(**arguments, dtype=dtype)
+            assert mask.dtype == dtype
+            assert torch.equal(mask[..., :5], masking_utils.eager_mask(**arguments, dtype=dtype)[..., :5])
 
 
 def test_a_step_that_may_be_compiled_gets_a_tensor() -> None:

@@ -161,38 +161,6 @@ def test_classes_from_a_table(alibi: bool, side: str) -> None:
 # Masks that models compute with come next.
 
 
-class Adding(nn.Module):
-    """A layer that computes its own attention, as eager functions do."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        scores = query @ key.mT
-        if mask is not None:
-            scores = scores + mask[..., : key.size(2)]
-        return scores.softmax(-1) @ value
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("function", ["causal", "window", "chunks"])
-@pytest.mark.parametrize("queries", [1, 5])
-def test_a_layer_of_its_own_adds_the_mask(queries: int, function: str, dtype: torch.dtype) -> None:
-    shown = torch.ones(2, 9, dtype=torch.bool)
-    shown[0, :2] = False
-    rules = {
-        "causal": masking_utils.causal_mask_function,
-        "window": masking_utils.sliding_window_causal_mask_function(3),
-        "chunks": masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
-    }
-    arguments = mask_arguments(
-        queries, 9 - queries, 9, attention_mask=shown, mask_function=rules[function], dtype=dtype
-    )
-    mask, eager = integration.mask_function(**arguments), masking_utils.eager_mask(**arguments)
-    assert mask is not None
-    assert mask.dtype == dtype
-    query, key, value = (torch.randn(2, 4, length, 8).to(dtype) for length in (queries, 9, 9))
-    layer = Adding()
-    assert torch.equal(layer(query, key, value, mask), layer(query, key, value, eager))
-
-
 @pytest.mark.parametrize("takes_bool", [True, False])
 def test_a_mask_that_must_be_there_is_there(takes_bool: bool) -> None:
     """The mask of one query that sees all keys is left out only if the model allows it."""
