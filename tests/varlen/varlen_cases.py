@@ -11,6 +11,7 @@ import torch
 from cases import DTYPES, Case, dropout_seed, laid_out
 from option_pairs import covering
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import selfattn_ext
 from selfattn_ext import reference
@@ -185,6 +186,20 @@ def as_case(index: int, row: dict[str, Any]) -> VarlenCase:
 
 
 CASES = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
+
+
+class Results(TorchDispatchMode):
+    """Notes the tensors that operators return, each with its operator's namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        several = results if isinstance(results, (tuple, list)) else [results]
+        self.found += [(func.namespace, one) for one in several if isinstance(one, Tensor)]
+        return results
 
 
 # A small call whose arguments tests change.
