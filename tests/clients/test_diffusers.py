@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import ran
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
-from switches import SWITCHES
 from torch import Tensor, nn
-from training import check
+from training import SWITCHES, check
 
 
 def unet() -> UNet2DConditionModel:
@@ -70,10 +68,4 @@ MODELS = [pytest.param(unet, denoise, 8, id="U-Net"), pytest.param(flux, transfo
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize(("make", "call", "layers"), MODELS)
 def test_training(make: Any, call: Any, layers: int, switch: Any) -> None:
-    network = make()
-    check(network, call, switch)
-    with switch():
-        assert ran.ours(lambda: call(network, torch.float32).sum().backward()) == (layers, layers)
-        with torch.no_grad():
-            assert ran.ours(lambda: call(network.eval(), torch.float32)) == (layers, 0)
-    assert ran.ours(lambda: call(network, torch.float32).sum().backward()) == (0, 0)
+    check(make(), call, switch, layers)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import ran
 import torch
-from switches import SWITCHES
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from training import check
+from training import SWITCHES, check
 
 from selfattn_ext import as_sdpa
 
@@ -33,12 +32,7 @@ def classify(network: nn.Module, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_training(switch: Any) -> None:
-    check(model(qk_norm=True), classify, switch)
-    with switch():
-        assert ran.ours(lambda: classify(model(), torch.float32).sum().backward()) == (2, 2)
-        with torch.no_grad():
-            assert ran.ours(lambda: classify(model().eval(), torch.float32)) == (2, 0)
-    assert ran.ours(lambda: classify(model(), torch.float32).sum().backward()) == (0, 0)
+    check(model(qk_norm=True), classify, switch, layers=2)
 
 
 def test_training_with_dropout_of_attention() -> None:

@@ -10,29 +10,32 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers_models import NAME, TOKENS, VERSION, Trio, built, kernel_calls, padding, tokens
+from transformers_models import (
+    NAME,
+    SIZES,
+    T5,
+    VERSION,
+    Trio,
+    built,
+    image,
+    kernel_calls,
+    logits_of,
+    pair,
+    text,
+)
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-_TEXT = {**_SIZES, "vocab_size": TOKENS, "pad_token_id": 0, "max_position_embeddings": 64}
-_T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-_T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
-_IMAGE = {**_SIZES, "image_size": 16, "patch_size": 4, "use_relative_position_bias": True}
-_DECODER = {**_TEXT, "num_key_value_heads": 2}
+_IMAGE = {**SIZES, "image_size": 16, "patch_size": 4, "use_relative_position_bias": True}
+_DECODER = {**SIZES, "num_key_value_heads": 2}
 _EXPERTS = {**_DECODER, "num_experts": 2, "num_experts_per_tok": 1}
 
 #: Names of configurations, and their arguments.
 ENCODERS = {
-    "Albert": {**_TEXT, "embedding_size": 16},
-    "Bert": _TEXT,
-    "Camembert": _TEXT,
-    "Roberta": _TEXT,
-    "XLMRoberta": _TEXT,
-    "XLMRobertaXL": _TEXT,
+    "Albert": {**SIZES, "embedding_size": 16},
+    "Bert": SIZES,
+    "Camembert": SIZES,
+    "Roberta": SIZES,
+    "XLMRoberta": SIZES,
+    "XLMRobertaXL": SIZES,
 }
 IMAGES = {"Beit": _IMAGE}
 DECODERS = {
@@ -43,7 +46,7 @@ DECODERS = {
     "Qwen2Moe": {**_EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "StableLm": _DECODER,
 }
-PAIRS = {"T5": _T5, "MT5": _T5}
+PAIRS = {"T5": T5, "MT5": T5}
 KINDS = [
     (ENCODERS, transformers.AutoModelForMaskedLM),
     (IMAGES, transformers.AutoModelForImageClassification),
@@ -59,23 +62,7 @@ def model_of(name: str, **more: Any) -> nn.Module:
 
 
 def inputs_of(name: str) -> dict[str, Tensor]:
-    if name in IMAGES:
-        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))}
-    ids = tokens()
-    given = {"input_ids": ids, "attention_mask": padding(ids, "left")}
-    if name in PAIRS:
-        given["decoder_input_ids"] = tokens(length=6) + 1
-        given["decoder_attention_mask"] = padding(given["decoder_input_ids"], "right")
-    return given
-
-
-def logits_of(model: nn.Module, inputs: dict[str, Tensor], **more: Any) -> Tensor:
-    """Returns the logits outside of the padding."""
-    dtype = next(model.parameters()).dtype
-    given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    logits: Tensor = model(**given, **more).logits
-    seen = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
-    return logits if seen is None else logits[seen.bool()]
+    return (image if name in IMAGES else pair if name in PAIRS else text)("left")
 
 
 @pytest.mark.parametrize("name", MODELS)

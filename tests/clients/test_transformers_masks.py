@@ -13,21 +13,10 @@ import transformers
 from tolerances import assert_accurate
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers_models import DECODERS, VERSION, Trio, built, padding, tokens
+from transformers_models import DECODERS, VERSION, Trio, built, mask_arguments, padding, tokens
 
 from selfattn_ext.integrations import transformers as integration
 from selfattn_ext.integrations.positional_mask import PositionalMask, VisibleMask
-
-BATCH = 2
-
-
-def mask_arguments(queries: int, offset: int, keys: int, key_offset: int, **more: Any) -> dict[str, Any]:
-    """Returns arguments of a mask function for the installed version of transformers."""
-    where: dict[str, Any] = {"q_length": queries, "q_offset": offset, "device": torch.device("cpu")}
-    if VERSION < (5, 0):
-        where = {"cache_position": torch.arange(queries) + offset}
-    defaults = {"mask_function": masking_utils.causal_mask_function, "attention_mask": None}
-    return {"batch_size": BATCH, "kv_length": keys, "kv_offset": key_offset, **where, **defaults, **more}
 
 
 def padded(length: int, side: str) -> Tensor | None:
@@ -35,7 +24,7 @@ def padded(length: int, side: str) -> Tensor | None:
     if side == "none":
         return None
     length -= 2 * (side == "short")
-    mask = torch.ones(BATCH, length, dtype=torch.bool)
+    mask = torch.ones(2, length, dtype=torch.bool)
     if side in ("left", "right"):
         mask[0, slice(3) if side == "left" else slice(length - 2, None)] = False
     return mask
@@ -47,7 +36,7 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "window of one": lambda: masking_utils.sliding_window_causal_mask_function(1),
     "one sequence": lambda: masking_utils.and_masks(
         masking_utils.causal_mask_function,
-        masking_utils.packed_sequence_mask_function(torch.zeros(BATCH, 40, dtype=torch.long)),
+        masking_utils.packed_sequence_mask_function(torch.zeros(2, 40, dtype=torch.long)),
     ),
 }
 if VERSION >= (5, 0):
@@ -85,8 +74,11 @@ def test_elements_are_those_of_transformers(function: str, place: str, side: str
     assert isinstance(mask, PositionalMask)
     assert mask.shape == expected.shape
     assert torch.equal(mask.dense(), expected)
-    assert mask.dtype == torch.float32
-    assert torch.equal(mask + 0.0, masking_utils.eager_mask(**arguments))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        # A layer that computes its own attention adds the mask.
+        added = integration.mask_function(**arguments, dtype=dtype) + torch.zeros((), dtype=dtype)
+        assert added.dtype == dtype
+        assert torch.equal(added, masking_utils.eager_mask(**arguments, dtype=dtype))
     if side in ("none", "all") and function in ("causal", "window", "one sequence"):
         assert mask.visible_keys is None
     skipping = integration.mask_function(**{**arguments, "allow_is_bidirectional_skip": True})
@@ -100,36 +92,39 @@ def test_what_is_no_rule_is_a_tensor() -> None:
     def odd(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key % 2 == 0)
 
-    packed = masking_utils.packed_sequence_mask_function(torch.arange(9).expand(BATCH, 9) // 4)
+    packed = masking_utils.packed_sequence_mask_function(torch.arange(9).expand(2, 9) // 4)
     for function in (
         masking_utils.and_masks(masking_utils.causal_mask_function, odd),
         masking_utils.and_masks(masking_utils.causal_mask_function, packed),
         masking_utils.or_masks(masking_utils.causal_mask_function, odd),
-        masking_utils.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.long)),
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
     ):
-        arguments = mask_arguments(9, 0, 9, 0, mask_function=function, allow_is_causal_skip=False)
+        arguments = mask_arguments(9, 0, 9, mask_function=function, allow_is_causal_skip=False)
         mask = integration.mask_function(**arguments)
         assert isinstance(mask, VisibleMask)
         assert torch.equal(mask.dense(), masking_utils.sdpa_mask(**arguments))
-        assert torch.equal(mask[..., :5], masking_utils.eager_mask(**arguments)[..., :5])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            mask = integration.mask_function(**arguments, dtype=dtype)
+            assert mask.dtype == dtype
+            assert torch.equal(mask[..., :5], masking_utils.eager_mask(**arguments, dtype=dtype)[..., :5])
 
 
 def test_a_step_that_may_be_compiled_gets_a_tensor() -> None:
-    arguments = mask_arguments(1, 8, 16, 0, allow_is_causal_skip=False)
+    arguments = mask_arguments(1, 8, 16, allow_is_causal_skip=False)
     assert type(integration.mask_function(**arguments)) is Tensor
 
 
 def test_a_mask_computes_as_its_elements() -> None:
-    mask = integration.mask_function(**mask_arguments(4, 5, 9, 0, attention_mask=padded(9, "left")))
+    mask = integration.mask_function(**mask_arguments(4, 5, 9, attention_mask=padded(9, "left")))
     dense = mask.additive().clone()
     assert type(dense) is Tensor
     for function in (
         lambda m: m[..., :7],
-        lambda m: torch.ones(BATCH, 3, 4, 9) + m,
+        lambda m: torch.ones(2, 3, 4, 9) + m,
         lambda m: torch.where(m < 0, 0.0, -1.0),
         lambda m: m.to(torch.float64),
         lambda m: torch.cat([m, m], -1),
-        lambda m: m.expand(BATCH, 3, 4, 9),
+        lambda m: m.expand(2, 3, 4, 9),
         lambda m: torch.zeros(4, 9).masked_fill(m[0, 0] == 0, 1.0),
         lambda m: pickle.loads(pickle.dumps(m)),
         lambda m: m.clone(),

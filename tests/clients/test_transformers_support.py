@@ -14,24 +14,32 @@ import transformers
 from tolerances import assert_accurate
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers_models import DECODERS, NAME, TOKENS, VERSION, built, kernel_calls, padding, tokens
+from transformers_models import (
+    DECODERS,
+    NAME,
+    SIZES,
+    TOKENS,
+    VERSION,
+    built,
+    kernel_calls,
+    mask_arguments,
+    padding,
+    tokens,
+)
 
 from selfattn_ext.integrations import transformers as integration
 
-_SIZES: dict[str, Any] = {"vocab_size": TOKENS, "hidden_size": 32, "num_attention_heads": 4}
-_TEXT = {**_SIZES, "num_hidden_layers": 2, "intermediate_size": 48}
-
 #: Configurations whose models do not ask the table of attention functions, and their arguments.
 OWN: dict[str, dict[str, Any]] = {
-    "Bloom": {**_SIZES, "n_layer": 2, "n_head": 4},
+    "Bloom": {**SIZES, "n_layer": 2, "n_head": 4},
     "Mpt": {"vocab_size": TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4},
     "CodeGen": {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
     "XGLM": {"vocab_size": TOKENS, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
-    "RoFormer": _TEXT,
-    "RemBert": _TEXT,
-    "MegatronBert": _TEXT,
-    "MPNet": _TEXT,
-    "Nystromformer": _TEXT,
+    "RoFormer": SIZES,
+    "RemBert": SIZES,
+    "MegatronBert": SIZES,
+    "MPNet": SIZES,
+    "Nystromformer": SIZES,
     # These models have tables of classes, but none for "sdpa".
     "GPTJ": {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
     "GPTNeo": {
@@ -41,7 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
         "num_heads": 4,
         "attention_types": [[["global", "local"], 1]],
     },
-    "Git": {**_TEXT, "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}},
+    "Git": {**SIZES, "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}},
 }
 
 
@@ -70,7 +78,7 @@ def test_a_model_that_asks_nobody_is_refused(name: str) -> None:
 
 
 def grounding_dino() -> Any:
-    text = {**_SIZES, "num_hidden_layers": 1, "intermediate_size": 48, "model_type": "bert"}
+    text = {**SIZES, "num_hidden_layers": 1, "model_type": "bert"}
     return transformers.GroundingDinoConfig(
         text_config=text,
         backbone_config=transformers.SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2),
@@ -124,7 +132,7 @@ def test_a_model_of_a_notebook_is_taken() -> None:
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_classes_from_a_table(alibi: bool, side: str) -> None:
-    config = transformers.FalconConfig(**_SIZES, num_hidden_layers=2, alibi=alibi)
+    config = transformers.FalconConfig(**SIZES, alibi=alibi)
     model = built(config)
     # With ALiBi, transformers' "eager" adds the slopes twice: to the scores, and by the mask.
     other = "sdpa" if alibi else "eager"
@@ -151,46 +159,6 @@ def test_classes_from_a_table(alibi: bool, side: str) -> None:
 
 
 # Masks that models compute with come next.
-
-
-class Adding(nn.Module):
-    """A layer that computes its own attention, as eager functions do."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        scores = query @ key.mT
-        if mask is not None:
-            scores = scores + mask[..., : key.size(2)]
-        return scores.softmax(-1) @ value
-
-
-def mask_arguments(queries: int, offset: int, keys: int, **more: Any) -> dict[str, Any]:
-    where: dict[str, Any] = {"q_length": queries, "q_offset": offset, "device": torch.device("cpu")}
-    if VERSION < (5, 0):
-        where = {"cache_position": torch.arange(queries) + offset}
-    defaults = {"mask_function": masking_utils.causal_mask_function, "attention_mask": None}
-    return {"batch_size": 2, "kv_length": keys, "kv_offset": 0, **where, **defaults, **more}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("function", ["causal", "window", "chunks"])
-@pytest.mark.parametrize("queries", [1, 5])
-def test_a_layer_of_its_own_adds_the_mask(queries: int, function: str, dtype: torch.dtype) -> None:
-    shown = torch.ones(2, 9, dtype=torch.bool)
-    shown[0, :2] = False
-    rules = {
-        "causal": masking_utils.causal_mask_function,
-        "window": masking_utils.sliding_window_causal_mask_function(3),
-        "chunks": masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
-    }
-    arguments = mask_arguments(
-        queries, 9 - queries, 9, attention_mask=shown, mask_function=rules[function], dtype=dtype
-    )
-    mask, eager = integration.mask_function(**arguments), masking_utils.eager_mask(**arguments)
-    assert mask is not None
-    assert mask.dtype == dtype
-    query, key, value = (torch.randn(2, 4, length, 8).to(dtype) for length in (queries, 9, 9))
-    layer = Adding()
-    assert torch.equal(layer(query, key, value, mask), layer(query, key, value, eager))
 
 
 @pytest.mark.parametrize("takes_bool", [True, False])
@@ -252,7 +220,7 @@ def test_no_mask_hides_nothing_in_a_layer_that_says_causal() -> None:
 @pytest.mark.parametrize("name", ["GraniteSWA", "GraniteMoeSWA"])
 def test_weights_without_the_sinks(name: str) -> None:
     more = {"num_local_experts": 2, "num_experts_per_tok": 1} if "Moe" in name else {}
-    config = config_of(name, {**_TEXT, "num_key_value_heads": 2, "sliding_window": 4, **more})
+    config = config_of(name, {**SIZES, "num_key_value_heads": 2, "sliding_window": 4, **more})
     model = built(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

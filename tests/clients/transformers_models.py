@@ -18,7 +18,7 @@ from tolerances import assert_accurate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from selfattn_ext.integrations import transformers as integration
 
@@ -30,7 +30,7 @@ TOKENS = 97
 integration.register(NAME)
 transformers.logging.set_verbosity_error()
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": TOKENS,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,7 +41,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_GROUPED = {**SIZES, "num_key_value_heads": 2}
 _NARROW = {**_GROUPED, "head_dim": 8, "sliding_window": 5}
 _GEMMA = {**_NARROW, "query_pre_attn_scalar": 8}
 _LAYERS = ["sliding_attention", "full_attention"]
@@ -55,6 +55,19 @@ _GPT2 = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+T5: dict[str, Any] = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
+T5 |= {"num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0}
+#: Keys and values that are compressed. The layers have no experts, which 4.57 cannot compute in float64.
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 2,
+}
 
 #: name -> the configuration of a model that generates text.
 DECODERS: dict[str, Callable[[], Any]] = {
@@ -64,24 +77,15 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**_GROUPED, sliding_window=5),
     "qwen2": lambda: transformers.Qwen2Config(**_GROUPED),
     "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, head_dim=8),
-    "phi": lambda: transformers.PhiConfig(**_SIZES),
+    "phi": lambda: transformers.PhiConfig(**SIZES),
     "opt": lambda: transformers.OPTConfig(
-        **{**_SIZES, "intermediate_size": None}, ffn_dim=48, word_embed_proj_dim=32
+        **{**SIZES, "intermediate_size": None}, ffn_dim=48, word_embed_proj_dim=32
     ),
-    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SIZES),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**SIZES),
     "gemma2": lambda: transformers.Gemma2Config(**_GEMMA, attn_logit_softcapping=0.5),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GEMMA, layer_types=_LAYERS),
     "gpt-oss": lambda: transformers.GptOssConfig(**_NARROW, num_local_experts=2, num_experts_per_tok=1),
-    # This model has no experts, because 4.57 cannot compute experts in float64.
-    "deepseek-v3": lambda: transformers.DeepseekV3Config(
-        **{**_SIZES, "num_key_value_heads": 4},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=2,
-    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**LATENT),
 }
 
 
@@ -220,6 +224,45 @@ def padding(ids: Tensor, side: str) -> Tensor:
     elif side == "right":
         mask[0, -3:] = 0
     return mask
+
+
+def mask_arguments(queries: int, offset: int, keys: int, key_offset: int = 0, **more: Any) -> dict[str, Any]:
+    """Returns arguments of a mask function for the installed version of transformers."""
+    where: dict[str, Any] = {"q_length": queries, "q_offset": offset, "device": torch.device("cpu")}
+    if VERSION < (5, 0):
+        where = {"cache_position": torch.arange(queries) + offset}
+    defaults = {"mask_function": causal_mask_function, "attention_mask": None}
+    return {"batch_size": 2, "kv_length": keys, "kv_offset": key_offset, **where, **defaults, **more}
+
+
+def text(side: str) -> dict[str, Tensor]:
+    """Returns the inputs of a text, padded on a side or "none"."""
+    ids = tokens()
+    return {"input_ids": ids, **({} if side == "none" else {"attention_mask": padding(ids, side)})}
+
+
+def pair(side: str) -> dict[str, Tensor]:
+    """Returns a text, and the beginning of another text that the model continues."""
+    ids = tokens(length=6) + 1
+    mask = {} if side == "none" else {"decoder_attention_mask": padding(ids, "right")}
+    return {**text(side), "decoder_input_ids": ids, **mask}
+
+
+def image(side: str) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))}
+
+
+def in_dtype(inputs: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    dtype = next(model.parameters()).dtype
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+def logits_of(model: nn.Module, inputs: dict[str, Tensor], **more: Any) -> Tensor:
+    """Returns a model's first result, which mostly are logits, outside of the padding."""
+    logits: Tensor = model(**in_dtype(inputs, model), **more)[0]
+    prefix = "decoder_" if "decoder_input_ids" in inputs else ""
+    seen = inputs.get(f"{prefix}attention_mask")
+    return logits if seen is None else logits[seen.bool()]
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -7,12 +7,12 @@ tests/cpu/test_amx_emulated.py runs this file again on machines where AMX must b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
-from test_sequences import Packed, check_alone
+from test_sequences import check_alone
 from torch import Tensor
+from varlen_cases import of
 
 from selfattn_ext import backends, scaled_dot_product_attention
 
@@ -77,8 +77,8 @@ def test_who_computes(limit: tuple[torch.dtype, int]) -> None:
     "options",
     [
         {},
-        {"mask": "float", "dims": (40, 24), "softcap": 1.5},
-        {"mask": "shared", "is_causal": True, "sinks": 1},
+        {"mask": "float", "head_dim": 40, "value_dim": 24, "softcap": 1.5},
+        {"mask": "float heads", "is_causal": True, "sinks": 1},
     ],
     ids=["plain", "mask", "shared-mask"],
 )
@@ -86,13 +86,14 @@ def test_sequences_of_all_lengths(
     options: dict[str, object], isa: str, limit: tuple[torch.dtype, int], one_thread: None
 ) -> None:
     """A sequence has the same bits alone and packed, forward and backward, if three kernels share a batch."""
-    case = replace(Packed(dtype=limit[0], lengths=LENGTHS, heads=(2, 1), dims=(32, 32)), **options)
+    case = of(LENGTHS, **{"dtype": limit[0], "kv_heads": 1, "head_dim": 32, "value_dim": 32, **options})
     with backends.use_cpu_isa(isa):
         check_alone(case)
 
 
 def test_sequences_that_other_arithmetic_takes(one_thread: None) -> None:
     """None of these is multiplied in pieces, but those with few queries are still decoded."""
-    for options in ({"dtype": torch.float64}, {"dims": (8, 8)}, {"slopes": 2, "dtype": torch.bfloat16}):
+    narrow = {"head_dim": 8, "value_dim": 8}
+    for options in ({"dtype": torch.float64}, narrow, {"alibi": 2, "dtype": torch.bfloat16}):
         with backends.use_cpu_isa(""):
-            check_alone(replace(Packed(lengths=LENGTHS, heads=(2, 1)), **options))
+            check_alone(of(LENGTHS, kv_heads=1, **options))

@@ -12,7 +12,7 @@ from cases import drawn, exact_and_peer
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache
+from selfattn_ext import attention_with_kvcache, reference
 
 TENSORS = ("query", "key_cache", "value_cache", "key", "value")
 
@@ -125,7 +125,12 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
     offsets = options.get("query_offset")
     for b, (keys, values) in enumerate(sequences):
         count = keys.shape[1]
-        keywords = {name: _of_sequence(value, b, count) for name, value in options.items()}
+        keywords = {
+            name: value[b] if isinstance(value, Tensor) and value.dim() == 2 else value
+            for name, value in options.items()
+        }
+        mask = options.get("attn_mask")
+        keywords["attn_mask"] = reference._mask_of_sequence(mask, b, step.queries, count)
         keywords["query_offset"] = (
             count - step.queries
             if offsets is None
@@ -154,14 +159,3 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
 def _without_new(step: Step, count: int) -> Step:
     """Returns a step without new keys, whose sequences all have ``count`` keys."""
     return Step(lengths=(count,) * len(step.lengths), new=0, layout=step.layout, page_size=step.page_size)
-
-
-def _of_sequence(value: Any, b: int, count: int) -> Any:
-    """Returns an option as the formula takes it for one sequence."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    if value.dim() == 4:
-        return value.expand(max(value.shape[0], b + 1), -1, -1, -1)[
-            b, ..., : count if value.shape[3] > 1 else 1
-        ]
-    return value[b] if value.dim() == 2 else value

@@ -40,8 +40,8 @@ MASKS = {
 }
 
 #: Masks that only some tests need. There are float ones of every broadcast, named by the dimensions that they
-#: have. Others hide whole tiles, whole rows, or half of the keys from all heads but the last, or leave scores
-#: whose exponential overflows float32.
+#: have. Others hide whole tiles, whole rows, or half of the keys from all heads but the last, leave scores
+#: whose exponential overflows float32, or have a dtype of their own.
 MORE_MASKS = {
     "float " + ("".join(name for name, has in zip("bhqk", kept, strict=True) if has) or "number"): (
         lambda b, h, q, k, kept=kept: tuple(
@@ -55,6 +55,8 @@ MORE_MASKS = {
     "float tiles": (lambda b, h, q, k: (h, q, k), None),
     "bool heads": (lambda b, h, q, k: (h, 1, k), torch.bool),
     "low": (lambda b, h, q, k: (q, k), None),
+    "float32 keys": (lambda b, h, q, k: (b, 1, 1, k), torch.float32),
+    "bfloat16 square": (lambda b, h, q, k: (q, k), torch.bfloat16),
 }
 
 LAYOUTS = ("contiguous", "transposed", "expanded", "offset", "columns")

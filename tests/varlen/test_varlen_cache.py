@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gpu
 import pytest
 import torch
 from cases import DTYPES, drawn
-from kv_cache_cases import in_pages
+from kv_cache_cases import Step
 from tolerances import assert_accurate
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from varlen_cases import index, starts
+from varlen_cases import index, packed, starts
 
 from selfattn_ext import KVCache, attention_with_kvcache, reference, varlen_attention
 from selfattn_ext.arguments import AttentionOptions, PackedCall
@@ -27,41 +28,33 @@ HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, CAPACITY = 4, 2, 8, 5, 24
 LENGTHS = {"max_seqlen_q": 11, "max_seqlen_k": 20}
 
 
-def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns packed queries, and caches (B, Hk, CAPACITY, E) that hold NaN after the keys."""
-    generator = torch.Generator().manual_seed(5)
-    query = drawn((sum(QUERIES), HEADS, HEAD_DIM), generator).to(gpu.DEVICE, dtype)
-    shape = (len(KEYS), KV_HEADS, CAPACITY)
-    caches = [drawn((*shape, width), generator).to(gpu.DEVICE, dtype) for width in (HEAD_DIM, VALUE_DIM)]
-    for cache in caches:
-        for b, count in enumerate(KEYS):
-            cache[b, :, count:] = torch.nan
-    return query, *caches
+STEP = Step(tuple(KEYS), queries=11, new=0, capacity=CAPACITY, layout="blhd")
 
 
-def packed(cache: Tensor) -> Tensor:
-    """Returns the keys of a cache, packed as (total, Hk, E)."""
-    return torch.cat([cache[b, :, :count].transpose(0, 1) for b, count in enumerate(KEYS)])
-
-
-def as_cache(form: str, caches: list[Tensor], index_dtype: torch.dtype = torch.int32) -> dict[str, Any]:
-    """Returns the arguments that say where the keys are; ``form`` is "slots" or the size of pages."""
-    used = torch.tensor(KEYS, dtype=index_dtype, device=gpu.DEVICE)
-    if form == "slots":
-        key, value = (cache.transpose(1, 2).flatten(0, 1) for cache in caches)
-        slots = starts([CAPACITY] * len(KEYS), index_dtype)
-        return {"key": key, "value": value, "cu_seqlens_k": slots, "seqused_k": used}
-    pages, table = in_pages(caches, int(form), torch.Generator().manual_seed(1))
-    key, value = (one.transpose(1, 2).contiguous() for one in pages)
-    block_table = table.to(index_dtype)
-    return {"key": key, "value": value, "cu_seqlens_k": None, "seqused_k": used, "block_table": block_table}
+def packed_call(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Returns packed queries, keys and values, their offsets and the longest lengths."""
+    given = replace(STEP, dtype=dtype).inputs()
+    lengths = {"query": QUERIES, "key_cache": KEYS, "value_cache": KEYS}
+    rows = [packed(STEP.plain(given[name]), counts) for name, counts in lengths.items()]
+    return *rows, starts(QUERIES), starts(KEYS), *LENGTHS.values()
 
 
 def arguments(form: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    query, *caches = tensors(dtype)
-    longest = {**LENGTHS, "max_seqlen_k": CAPACITY} if form == "slots" else LENGTHS
-    offsets = {"cu_seqlens_q": starts(QUERIES, torch.int32)}
-    return {"query": query, **as_cache(form, caches), **offsets, **longest, "enable_gqa": True}
+    """Returns the same call with a cache; ``form`` is "slots" or the size of pages."""
+    in_slots = form == "slots"
+    given = replace(STEP, dtype=dtype, page_size=0 if in_slots else int(form)).inputs()
+    key, value = given["key_cache"], given["value_cache"]
+    call = {
+        "query": packed_call(dtype)[0],
+        "key": key.flatten(0, 1) if in_slots else key,
+        "value": value.flatten(0, 1) if in_slots else value,
+        "cu_seqlens_q": starts(QUERIES, torch.int32),
+        "cu_seqlens_k": starts([CAPACITY] * len(KEYS), torch.int32) if in_slots else None,
+        **LENGTHS,
+        "seqused_k": given["cache_seqlens"].int(),
+        "enable_gqa": True,
+    }
+    return call | ({"max_seqlen_k": CAPACITY} if in_slots else {"block_table": given["block_table"]})
 
 
 def at_the_end() -> Tensor:
@@ -86,9 +79,7 @@ def test_the_formula(dtype: torch.dtype, form: str, name: str, kernel: str) -> N
         key: one.to(gpu.DEVICE) if isinstance(one, Tensor) else one for key, one in OPTIONS[name].items()
     }
     given = arguments(form, dtype)
-    query, *caches = tensors(dtype)
-    key, value = (packed(cache) for cache in caches)
-    offsets = (starts(QUERIES), starts(KEYS), *LENGTHS.values())
+    query, key, value, *offsets = packed_call(dtype)
     out, weights, lse = varlen_attention(**given, **options, return_weights=True, return_lse=True)
 
     results = {"out": out, "weights": weights[..., :20], "lse": lse}
@@ -116,13 +107,10 @@ def test_lengths_may_come_from_offsets() -> None:
 
 
 def test_masks_have_the_capacity() -> None:
-    query, *caches = tensors()
     given = arguments("7")
     mask = torch.rand(5, HEADS, 11, 28, device=gpu.DEVICE) > 0.4
     out = varlen_attention(**given, attn_mask=mask)
-    key, value = (packed(cache) for cache in caches)
-    offsets = (starts(QUERIES), starts(KEYS), *LENGTHS.values())
-    assert torch.equal(out, varlen_attention(query, key, value, *offsets, mask[..., :20], enable_gqa=True))
+    assert torch.equal(out, varlen_attention(*packed_call(), mask[..., :20], enable_gqa=True))
 
 
 def test_the_pages_of_a_helper() -> None:
@@ -143,10 +131,9 @@ def test_the_pages_of_a_helper() -> None:
 
 
 def test_queries_of_one_number_are_those_of_attention_with_kvcache() -> None:
-    _, *caches = tensors()
-    pages, table = in_pages(caches, 7, torch.Generator().manual_seed(1))
-    key, value = (one.transpose(1, 2) for one in pages)
-    query, used = torch.randn(5, 2, HEADS, HEAD_DIM), torch.tensor(KEYS, device=gpu.DEVICE)
+    given = replace(STEP, page_size=7, queries=2).inputs()
+    query, key, value = (given[name] for name in ("query", "key_cache", "value_cache"))
+    used, table = given["cache_seqlens"], given["block_table"]
     expected = attention_with_kvcache(
         query, key, value, None, None, used, table, is_causal=True, layout="blhd"
     )
@@ -201,13 +188,10 @@ def test_unlike_sequences_in_company(dtype: torch.dtype, name: str, isa: str) ->
 
 
 def test_dropout_is_that_of_packed_keys() -> None:
-    query, *caches = tensors()
     torch.manual_seed(3)
     out = varlen_attention(**arguments("7"), dropout_p=0.4)
     torch.manual_seed(3)
-    key, value = (packed(cache) for cache in caches)
-    offsets = (starts(QUERIES), starts(KEYS), *LENGTHS.values())
-    assert torch.equal(out, varlen_attention(query, key, value, *offsets, None, 0.4, enable_gqa=True))
+    assert torch.equal(out, varlen_attention(*packed_call(), None, 0.4, enable_gqa=True))
 
 
 @pytest.mark.parametrize("form", ["slots", "7"])

@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.export import Dim, export
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
-from varlen_cases import ARGUMENTS, HEADS, KEY, OFFSETS, QUERY, ROWS, VALUE, WIDTH, index, starts
+from varlen_cases import ARGUMENTS, HEADS, KEY, MASKS, OFFSETS, QUERY, ROWS, VALUE, WIDTH, index, starts
 
 import selfattn_ext
 from selfattn_ext import ops, varlen_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MASKS = [torch.ones(2, 2), torch.ones(0, 0), torch.ones(HEADS, 7, 7)]
 
 
 def both(options: dict[str, Any]) -> Callable[..., Any]:

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 from torch.func import grad
 from torch.nn.attention.bias import causal_upper_left
-from varlen_cases import ARGUMENTS, HEADS, KEY, OFFSETS, QUERY, VALUE, index
+from varlen_cases import ARGUMENTS, HEADS, KEY, MASKS, OFFSETS, QUERY, VALUE, index
 
 from selfattn_ext import ops, varlen_attention
 from selfattn_ext.arguments import sequence_checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-ENDLESS = {"max_seqlen_q": 2**39, "max_seqlen_k": 2**39}
-MASKS = [torch.ones(2, 2), torch.ones(0, 0), torch.ones(HEADS, 7, 7)]
-
 
 #: name -> (changed arguments, exception, words in the message).
 BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {

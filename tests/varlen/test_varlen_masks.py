@@ -12,8 +12,7 @@ import varlen_cases
 from cases import drawn, exact_inputs, gradients
 from tolerances import assert_accurate
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from varlen_cases import starts
+from varlen_cases import Results, starts
 
 from selfattn_ext import reference, scaled_dot_product_attention, varlen_attention
 
@@ -46,21 +45,6 @@ def test_a_mask_for_each_sequence(kind: str) -> None:
         assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach())
 
 
-class Largest(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **kwargs or {})
-        for result in results if isinstance(results, (list, tuple)) else [results]:
-            if isinstance(result, Tensor):
-                self.bytes = max(self.bytes, result.untyped_storage().nbytes())
-        return results
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("shape", ["square", "keys", "heads"])
 def test_masks_of_sequences_are_not_padded(shape: str, requires_grad: bool) -> None:
@@ -70,12 +54,13 @@ def test_masks_of_sequences_are_not_padded(shape: str, requires_grad: bool) -> N
     masks = [torch.randn(shapes[shape](n)).requires_grad_(requires_grad) for n in lengths]
     rows = torch.randn(sum(lengths), 2, 8, requires_grad=requires_grad)
     offsets = starts(lengths)
-    with Largest() as largest:
+    with Results() as results:
         out = varlen_attention(rows, rows, rows, offsets, offsets, 64, 64, masks)
         if requires_grad:
             out.sum().backward()
             assert all(mask.grad is not None and mask.grad.shape == mask.shape for mask in masks)
-    assert largest.bytes <= max(sum(mask.nbytes for mask in masks), rows.nbytes)
+    largest = max(tensor.untyped_storage().nbytes() for _, tensor in results.found)
+    assert largest <= max(sum(mask.nbytes for mask in masks), rows.nbytes)
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -8,8 +8,10 @@ from typing import Any
 
 import gpu
 import torch
-from cases import Case, dropout_seed, laid_out
+from cases import DTYPES, Case, dropout_seed, laid_out
+from option_pairs import covering
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import selfattn_ext
 from selfattn_ext import reference
@@ -126,10 +128,85 @@ def of(sequences: Sequence[tuple[int, int]], **options: Any) -> VarlenCase:
     )
 
 
+#: Batches with sequences without queries or keys, single rows, primes, long beside short, or none.
+SEQUENCES = (
+    ((5, 5), (0, 3), (17, 17), (1, 1), (4, 0), (2, 13)),
+    ((1, 1),),
+    ((1, 67), (3, 129), (1, 1), (2, 31)),
+    ((49, 65), (48, 64), (0, 9), (64, 1)),
+    ((17, 11), (1, 53), (0, 0)),
+)
+OPTIONS = {
+    "sequences": list(SEQUENCES),
+    "dtype": list(DTYPES),
+    "head_counts": [(2, 2), (4, 2), (3, 1)],
+    "dims": [(16, 16), (64, 64), (5, 9), (33, 1)],
+    "layout": ["contiguous", "transposed", "offset", "columns"],
+    "mask": [
+        None,
+        "bool",
+        "bool keys",
+        "float",
+        "float heads",
+        "float rows",
+        "float32 keys",
+        "bfloat16 square",
+    ],
+    "mask_list": [False, True],
+    "is_causal": [False, True],
+    "query_offset": [0, 5, "each"],
+    "window": [(-1, -1), (4, -1), (-1, 6), (9, 2)],
+    "softcap": [0.0, 1.5],
+    "alibi": [0, 1, 2],
+    "sinks": [0, 1, 2],
+    "dropout_p": [0.0, 0.3],
+    "weights": [False, True],
+    "lse": [False, True],
+    "index_dtype": [torch.int32, torch.int64],
+    "more": [0, 2],
+}
+
+
+def as_case(index: int, row: dict[str, Any]) -> VarlenCase:
+    row = dict(row)
+    heads, kv_heads = row.pop("head_counts")
+    head_dim, value_dim = row.pop("dims")
+    if row["query_offset"] == "each":
+        row["query_offset"] = 0
+        row["offsets"] = tuple(keys - queries for queries, keys in row["sequences"])
+    return of(
+        row.pop("sequences"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        seed=index,
+        **row,
+    )
+
+
+CASES = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
+
+
+class Results(TorchDispatchMode):
+    """Notes the tensors that operators return, each with its operator's namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        several = results if isinstance(results, (tuple, list)) else [results]
+        self.found += [(func.namespace, one) for one in several if isinstance(one, Tensor)]
+        return results
+
+
 # A small call whose arguments tests change.
 ROWS, HEADS, WIDTH = 9, 4, 8
 OFFSETS = starts((2, 0, 7), torch.int32)
 QUERY, KEY, VALUE = (torch.randn(ROWS, HEADS, WIDTH) for _ in range(3))
+MASKS = [torch.ones(2, 2), torch.ones(0, 0), torch.ones(HEADS, 7, 7)]
 ARGUMENTS = {
     "query": QUERY,
     "key": KEY,
