@@ -325,18 +325,6 @@ def remembered(judge: Callable[..., Result]) -> Callable[..., Result]:
     return ask
 
 
-@remembered
-def exact_and_peer(
-    tensors: Sequence[Tensor], options: dict[str, Any] | None = None
-) -> tuple[reference.AttentionResult, reference.AttentionResult]:
-    """Computes the formula of query, key and value in float64, and in their dtype."""
-    exact, peer = (
-        reference.attention(*given, **(options or {}))
-        for given in ([tensor.double() for tensor in tensors], tensors)
-    )
-    return exact, peer
-
-
 def in_another_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors with the same products of query and key, in float64 with terms in reverse order."""
     if tensors["query"].dtype != torch.float64:

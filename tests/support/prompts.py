@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from comparisons import assert_same
 from torch import Tensor
 
 from selfattn_ext import scaled_dot_product_attention
@@ -58,18 +59,6 @@ def prompt(
     key = torch.randn(1, KV_HEADS, LENGTH, head_dim).to(dtype)
     value = torch.randn(1, KV_HEADS, LENGTH, value_dim).to(dtype)
     return Prompt(query, key, value, mask, options)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-    return tensor.contiguous().view(words)
-
-
-def assert_same(found: Tensor, expected: Tensor, what: object) -> None:
-    """Asserts equal bits, the signs of zeros included; every NaN equals every other."""
-    assert found.shape == expected.shape
-    same = (bits(found) == bits(expected)) | (found.isnan() & expected.isnan())
-    assert bool(same.all()), f"{what}: {int((~same).sum())} of {same.numel()} differ"
 
 
 def assert_cuts(it: Prompt, cuts: list[list[int] | tuple[int, ...]]) -> None:
