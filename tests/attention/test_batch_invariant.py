@@ -7,7 +7,6 @@ computed as many are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from selfattn_ext.arguments import forced_kernel
 #: Chunks around the widths of vectors, strips, tiles and blocks of keys, and around the largest number of
 #: queries that count as few.
 SIZES = (*range(1, 14), 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
-SOME_SIZES = (1, 4, 5, 33)
+SOME_SIZES = (4, 5, 33)
 if forced_kernel.current():
     SOME_SIZES = (33,)  # for the PTX machine, which is slow; MIXED has small sizes
 
@@ -39,8 +38,8 @@ def ends_of(size: int) -> list[int]:
     return [*range(size, LENGTH, size), LENGTH]
 
 
-#: The cuts of prompts whose chunks differ in size.
-MIXED = (1, 3, 8, 24, 25, 88, 93, 94, 96, 100, 131, LENGTH)
+#: The cuts of prompts whose chunks differ in size; single rows are the first, the last, and some at edges.
+MIXED = (1, 3, 8, 24, 25, 63, 64, 65, 88, 93, 94, 96, 100, 128, 129, LENGTH - 1, LENGTH)
 
 
 @pytest.fixture(autouse=True)
@@ -49,31 +48,24 @@ def invariant() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    dtype: torch.dtype
-    precision: str = "highest"
-
-    def __str__(self) -> str:
-        return str(self.dtype)[6:] + ("" if self.precision == "highest" else f"-{self.precision}")
-
-
 #: On instruction sets with bfloat16 pieces, each of these takes a different number of pieces.
 ARITHMETICS = [
-    Arithmetic(torch.float64),
-    Arithmetic(torch.float32),
-    Arithmetic(torch.float32, "high"),
-    Arithmetic(torch.float32, "medium"),
-    Arithmetic(torch.bfloat16),
-    Arithmetic(torch.float16),
+    (torch.float64, "highest"),
+    (torch.float32, "highest"),
+    (torch.float32, "high"),
+    (torch.float32, "medium"),
+    (torch.bfloat16, "highest"),
+    (torch.float16, "highest"),
 ]
 
 
-@pytest.fixture(params=ARITHMETICS, ids=str)
-def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
+@pytest.fixture(params=ARITHMETICS, ids=lambda it: f"{str(it[0])[6:]}-{it[1]}")
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Sets the precision of torch.float32; gives the dtype."""
+    dtype, precision = request.param
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(request.param.precision)
-    yield request.param
+    torch.set_float32_matmul_precision(precision)
+    yield dtype
     torch.set_float32_matmul_precision(before)
 
 
@@ -87,8 +79,9 @@ def test_every_kernel(kernel: str, dtype: torch.dtype) -> None:
     assert_cuts(prompt(dtype), [ends_of(33), MIXED])
 
 
-def test_a_chunk_of_any_size(isa: str, arithmetic: Arithmetic) -> None:
-    assert_cuts(prompt(arithmetic.dtype), [*map(ends_of, SIZES), MIXED])
+def test_a_chunk_of_any_size(isa: str, arithmetic: torch.dtype) -> None:
+    """Among these are all rows one by one, of which other tests have some."""
+    assert_cuts(prompt(arithmetic), [*map(ends_of, SIZES), MIXED])
 
 
 def masks() -> dict[str, Tensor]:
@@ -123,9 +116,9 @@ def test_every_option(options: str, isa: str, dtype: torch.dtype) -> None:
     assert_cuts(prompt(dtype, **OPTIONS[options]()), [*map(ends_of, SOME_SIZES), MIXED])
 
 
-def test_options_together(isa: str, arithmetic: Arithmetic) -> None:
+def test_options_together(isa: str, arithmetic: torch.dtype) -> None:
     it = prompt(
-        arithmetic.dtype,
+        arithmetic,
         mask=masks()["float"],
         window_size=(90, -1),
         softcap=5.0,
@@ -163,9 +156,9 @@ def vanishing(it: Prompt) -> None:
 
 @pytest.mark.parametrize("change", [hidden_nan, overflowing, large_scores, vanishing])
 def test_numbers_that_take_another_way(
-    change: Callable[[Prompt], None], isa: str, arithmetic: Arithmetic
+    change: Callable[[Prompt], None], isa: str, arithmetic: torch.dtype
 ) -> None:
-    it = prompt(arithmetic.dtype)
+    it = prompt(arithmetic)
     change(it)
     assert_cuts(it, [*map(ends_of, SOME_SIZES), MIXED])
 
@@ -314,9 +307,9 @@ def test_threads(isa: str, one_thread: None, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", ["whole_tiles", "float_mask"])
-def test_gradients_of_queries(options: str, isa: str, arithmetic: Arithmetic) -> None:
-    it = prompt(arithmetic.dtype, **OPTIONS[options]())
-    cotangent = torch.randn(1, HEADS, LENGTH, it.value.shape[-1]).to(arithmetic.dtype)
+def test_gradients_of_queries(options: str, isa: str, arithmetic: torch.dtype) -> None:
+    it = prompt(arithmetic, **OPTIONS[options]())
+    cotangent = torch.randn(1, HEADS, LENGTH, it.value.shape[-1]).to(arithmetic)
     query = it.query.requires_grad_()
 
     def gradient(begin: int, end: int) -> Tensor:

@@ -260,9 +260,14 @@ def test_weights_have_tangents_by_the_formula() -> None:
 
 def test_scores_and_softmax(kernel: str) -> None:
     """The tangent of each is computed by itself: a product, and a symmetric matrix of derivatives."""
-    query, key, _ = (tensor[:1].requires_grad_() for tensor in qkv(3, 4))
+    query, key = qkv(3, 4)[:2]
+    query, key = query[:1].requires_grad_(), key[:1, :1].requires_grad_()
     check = {"check_forward_ad": True, "check_batched_forward_grad": True, "check_batched_grad": True}
-    assert torch.autograd.gradcheck(lambda q, k: attention_scores(q, k, 0.3), (query, key), **check)
+
+    def scores_of(query: Tensor, key: Tensor) -> Tensor:
+        return attention_scores(query, key, 0.3, enable_gqa=True)
+
+    assert torch.autograd.gradcheck(scores_of, (query, key), **check)
     scores = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True)
 
@@ -270,7 +275,7 @@ def test_scores_and_softmax(kernel: str) -> None:
         return masked_softmax(scores, mask, scale=0.7, is_causal=True)
 
     assert torch.autograd.gradcheck(softmax, (scores, mask), **check)
-    for function, points in ((attention_scores, (query, key)), (softmax, (scores, mask))):
+    for function, points in ((scores_of, (query, key)), (softmax, (scores, mask))):
         assert torch.autograd.gradgradcheck(
             function, points, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True
         )

@@ -62,7 +62,7 @@ def results_of(
     grads: dict[str, Tensor] = {}
     if incoming is not None:
         of_leaves = torch.autograd.grad(results[0], leaves, incoming.to(results[0].dtype))
-        grads = dict(zip(GRADIENTS, of_leaves, strict=True))
+        grads = dict(zip(GRADIENTS, of_leaves, strict=False))  # scores have no value
     named = dict(zip(NAMES[len(results)], results, strict=True))
     return {name: result.detach() for name, result in named.items()} | grads
 
