@@ -34,14 +34,13 @@ def in_turns(number: int) -> pytest.MarkDecorator:
     )
 
 
-@in_turns(2)
+@in_turns(4)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("function", TAME)
 def test_functions(function: str, lengths: tuple[int, int], turn: int, isa: str) -> None:
     """Every function and all lengths meet each dtype."""
-    first = TAME.index(function) + LENGTHS.index(lengths) + turn
-    for dtype in DTYPES[first % 2 :: 2]:
-        check(Call(function, lengths, dtype))
+    place = TAME.index(function) + LENGTHS.index(lengths) + turn
+    check(Call(function, lengths, DTYPES[place % 4]))
 
 
 BLOCK_SIZES = [(16, 16), (100, 100), (128, 128), (128, 16), (7, 5), (1, 1)]
@@ -175,13 +174,10 @@ def test_threads_change_no_bit(function: str, isa: str, one_thread: None) -> Non
     dtypes = (torch.bfloat16, torch.float32) if function == "Factor" else (torch.float32, torch.bfloat16)
     for dtype, block_size in zip(dtypes, (None, (100, 100)), strict=True):
         call = Call(function, (260, 300), dtype, block_size=block_size)
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(run(call))
         torch.set_num_threads(1)
-        assert same(results[0], results[1])
-        assert same(results[0], results[2])
+        alone = run(call)
+        torch.set_num_threads(3)
+        assert same(alone, run(call))
 
 
 @pytest.mark.parametrize("function", ["Bias", "Factor", "Square"])

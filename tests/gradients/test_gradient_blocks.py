@@ -99,11 +99,10 @@ def test_same_bits_around_numbers_that_are_none(
     isa: str, junk: float, dtype: torch.dtype, precision: str
 ) -> None:
     """The junk is in a query, a key, a value or a row of the output's gradient, visible or hidden."""
-    for which, row in itertools.product(range(4), (0, 70, 130, -1)):
+    for which, (place, row) in itertools.product(range(4), enumerate((0, 70, 130, -1))):
         tensors = inputs(160, 192, dtype=dtype)
         tensors[which][..., row, 3] = junk
-        assert_same(tensors, is_causal=True, float32_precision=precision)
-        assert_same(tensors, float32_precision=precision)
+        assert_same(tensors, is_causal=(which + place) % 2 == 0, float32_precision=precision)
 
 
 @of_arithmetics

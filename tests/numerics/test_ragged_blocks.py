@@ -28,7 +28,7 @@ def inputs(queries: int, keys: int, dtype: torch.dtype, head_dim: int = 64) -> l
 
 
 def check(tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
-    return tuple(check_call(tensors, dtype=tensors[0].dtype, **options).values())
+    return tuple(check_call(tensors, None, options, dtype=tensors[0].dtype).values())
 
 
 @pytest.mark.parametrize("keys", KEYS)

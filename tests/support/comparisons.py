@@ -67,16 +67,19 @@ def results_of(
     return {name: result.detach() for name, result in named.items()} | grads
 
 
+def by_formula(
+    tensors: Sequence[Tensor], incoming: Tensor | None, options: Mapping[str, Any] | None = None
+) -> Results:
+    return results_of(reference.attention, tensors, incoming, **(options or {}))
+
+
 @remembered
 def exact_and_peer(
     tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None, incoming: Tensor | None = None
 ) -> tuple[Results, Results]:
     """Computes the formula of query, key and value in float64, and in their dtype."""
-    exact, peer = (
-        results_of(reference.attention, given, incoming, **(options or {}))
-        for given in ([tensor.double() for tensor in tensors], tensors)
-    )
-    return exact, peer
+    peer = by_formula(tensors, incoming, options)
+    return by_formula([tensor.double() for tensor in tensors], incoming, options), peer
 
 
 def assert_results(
@@ -102,11 +105,12 @@ def assert_results(
 def check_call(
     tensors: Sequence[Tensor],
     incoming: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
+    **judging: Any,
 ) -> Results:
     """Asserts that results are accurate, and gradients if the output has one; returns them."""
-    found = results_of(attend, tensors, incoming, **options)
-    shown = {name: "..." if isinstance(option, Tensor) else option for name, option in options.items()}
-    assert_results(found, exact_and_peer(tensors, options, incoming), f"with {shown}", dtype=dtype)
+    found = results_of(attend, tensors, incoming, **(options or {}))
+    of_formula = {name: it for name, it in (options or {}).items() if not name.startswith("return")}
+    judges = exact_and_peer(tensors, of_formula, incoming)
+    assert_results(found, judges, f"with {list(options or ())}", **judging)
     return found
