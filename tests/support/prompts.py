@@ -25,6 +25,7 @@ class Prompt:
     value: Tensor
     mask: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    first: int = 0  # the position of the first query; that of the first key is 0
 
     def attend(self, begin: int, end: int, keys: int | None = None) -> tuple[Tensor, ...]:
         """Computes causal out, weights and log-sum-exp of the queries begin .. end - 1."""
@@ -40,7 +41,7 @@ class Prompt:
             mask,
             is_causal=True,
             enable_gqa=True,
-            query_offset=begin,
+            query_offset=self.first + begin,
             return_weights=True,
             return_lse=True,
             **self.options,
@@ -68,9 +69,6 @@ def assert_cuts(it: Prompt, cuts: list[list[int] | tuple[int, ...]]) -> None:
         for begin, end in it.chunks(ends):
             rows = slice(begin, end)
             part = it.attend(begin, end)
-            for name, found, whole in (
-                ("out", part[0], out[:, :, rows]),
-                ("weights", part[1].tril(begin), weights[:, :, rows, :end].tril(begin)),
-                ("lse", part[2], lse[:, :, rows]),
-            ):
-                assert_same(found, whole, f"{name} of rows {begin} to {end}")
+            found = part[0], part[1].tril(begin), part[2]
+            whole = out[:, :, rows], weights[:, :, rows, :end].tril(begin), lse[:, :, rows]
+            assert_same(found, whole, f"of rows {begin} to {end}")
