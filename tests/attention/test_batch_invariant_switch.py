@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from prompts import LENGTH, Prompt, assert_same, prompt
+from comparisons import assert_same
+from prompts import LENGTH, Prompt, prompt
 from torch import Tensor
 
 import selfattn_ext

@@ -168,20 +168,8 @@ def weights(tensors: Inputs, statistics: tuple[Tensor, Tensor], options: Options
 def backward(tensors: Inputs, of_forward: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
     out, row_max, row_sum, _ = of_forward
     grad_out = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out.dtype)
-    needs_mask = "attn_mask" in options
-    return tuple(
-        call(
-            "attention_backward",
-            grad_out,
-            *tensors,
-            out,
-            row_max,
-            row_sum,
-            SCALE,
-            need_mask_grad=needs_mask,
-            **options,
-        )
-    )
+    arguments = (grad_out, *tensors, out, row_max, row_sum, SCALE)
+    return tuple(call("attention_backward", *arguments, need_mask_grad="attn_mask" in options, **options))
 
 
 def refused(name: str, run: Callable[[], Any]) -> bool:
@@ -292,19 +280,12 @@ def test_steps_on_a_cache_apply_every_option(kernel: str, dtype: torch.dtype, qu
         tensors = inputs(queries, dtype, before)
         if refused(name, partial(forward, tensors, after)):
             continue
-        new = torch.ones(BATCH, KV_HEADS, 1, HEAD_DIM), torch.ones(BATCH, KV_HEADS, 1, VALUE_DIM)
+        new = [torch.ones(BATCH, KV_HEADS, 1, width, dtype=dtype) for width in (HEAD_DIM, VALUE_DIM)]
         lengths = {"seqlens_k": integers(KEYS - 1, KEYS - 4)}
         results = []
         for options in (lengths | before, lengths | after):
             caches = tensors.key.clone(), tensors.value.clone()
-            step = call(
-                "attention_with_cache",
-                tensors.query,
-                *caches,
-                *(tensor.to(dtype) for tensor in new),
-                SCALE,
-                **options,
-            )
+            step = call("attention_with_cache", tensors.query, *caches, *new, SCALE, **options)
             results.append(step[0])
         assert differ(*results), f"attention_with_cache ignores {name}"
 

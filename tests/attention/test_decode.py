@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import turns
-from cases import DTYPES, LAYOUTS, Case, check, cotangents_of, gradients
-from torch import Tensor
+from cases import DTYPES, LAYOUTS, Case, check
+from comparisons import assert_same
 
 from selfattn_ext import attention_weights, scaled_dot_product_attention
 
@@ -64,36 +64,21 @@ def test_options(first: str, second: str, isa: str) -> None:
     check(replace(case, keys=LONG, **options))
 
 
-def results(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    ours = case.run(tensors)
-    return ours | gradients(ours, cotangents_of(ours, 0), tensors)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_threads(options: str, dtype: torch.dtype, one_thread: None) -> None:
     case = replace(DECODE, heads=6, queries=2, keys=4 * LONG, dtype=dtype, **OPTIONS[options])
     tensors = case.inputs()
-    alone = results(case, tensors)
+    alone = case.run_with_gradients(tensors)
     torch.set_num_threads(2)
-    for name, result in results(case, tensors).items():
-        assert torch.equal(result, alone[name]), name
+    assert_same(case.run_with_gradients(tensors), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [5, 20, 64])
 def test_a_row_does_not_depend_on_its_company(head_dim: int, dtype: torch.dtype, isa: str) -> None:
     """A row depends neither on heads that share its keys nor on other queries, the batch or the layout."""
-    case = Case(
-        batch=2,
-        heads=15,
-        kv_heads=1,
-        queries=4,
-        keys=LONG,
-        head_dim=head_dim,
-        value_dim=head_dim + 30,
-        dtype=dtype,
-    )
+    case = Case(2, 15, 1, 4, LONG, head_dim, head_dim + 30, dtype)
     tensors = {name: tensor.detach() for name, tensor in case.inputs().items()}
     query, key, value = tensors["query"], tensors["key"], tensors["value"]
     whole = scaled_dot_product_attention(query, key, value, enable_gqa=True)
@@ -109,26 +94,17 @@ def test_a_row_does_not_depend_on_its_company(head_dim: int, dtype: torch.dtype,
 @pytest.mark.parametrize("options", ["bool mask", "causal", "window"])
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
 def test_hidden_keys_leave_no_trace(junk: float, options: str, dtype: torch.dtype, isa: str) -> None:
-    case = Case(
-        batch=1,
-        heads=6,
-        kv_heads=2,
-        queries=2,
-        keys=LONG,
-        head_dim=24,
-        value_dim=40,
-        dtype=dtype,
-        **OPTIONS[options],
-    )
+    case = replace(DECODE, heads=6, queries=2, keys=LONG, head_dim=24, value_dim=40, dtype=dtype)
+    case = replace(case, **OPTIONS[options])
     tensors = case.inputs()
-    clean = results(case, tensors)
+    clean = case.run_with_gradients(tensors)
     # Only keys that no query of the group sees get junk; the next test is about keys that some queries see.
     weights = replace(case, weights=True, mask=case.mask).run(tensors)["weights"]
     hidden = (weights == 0).reshape(1, 2, 3, 2, LONG).all(dim=(2, 3))
     if options == "bool mask":
         tensors["attn_mask"] = tensors["attn_mask"].clone()
         tensors["attn_mask"][..., 5::9] = False
-        clean = results(case, tensors)
+        clean = case.run_with_gradients(tensors)
         hidden = torch.zeros(1, 2, LONG, dtype=torch.bool)
         hidden[..., 5::9] = True
     assert hidden.any()
@@ -136,8 +112,7 @@ def test_hidden_keys_leave_no_trace(junk: float, options: str, dtype: torch.dtyp
         spoiled = tensors[name].detach().clone()
         spoiled[hidden] = junk
         tensors[name] = spoiled.requires_grad_()
-    for name, result in results(case, tensors).items():
-        assert torch.equal(result, clean[name]), name
+    assert_same(case.run_with_gradients(tensors), clean)
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import gpu
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import random_state
+from cases import DTYPES
+from comparisons import assert_results, results_of
 from tolerances import assert_accurate
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -150,14 +150,6 @@ def test_scale() -> None:
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value, scale=scale), expected)
 
 
-def test_dropout_of_zero_may_be_an_int() -> None:
-    query, key, value = qkv((2, 2, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4))
-    state = random_state()
-    out = scaled_dot_product_attention(query, key, value, dropout_p=0)
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value))
-    assert torch.equal(random_state(), state)
-
-
 def test_positional_arguments_are_those_of_torch() -> None:
     query, key, value = qkv((2, 4, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4))
     arguments = (None, 0.0, True, 0.4, True)
@@ -186,7 +178,7 @@ def test_what_is_returned(weights: bool, lse: bool, lead: tuple[int, ...]) -> No
         assert_accurate("lse", results[-1], exact)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_output_has_the_layout_of_the_query(dtype: torch.dtype) -> None:
     tokens = torch.randn(2, 7, 3, 8, dtype=dtype)
     query, key, value = (tokens.transpose(1, 2).requires_grad_() for _ in range(3))
@@ -203,17 +195,6 @@ def test_output_has_the_layout_of_the_query(dtype: torch.dtype) -> None:
     assert scaled_dot_product_attention(merged, merged, merged).transpose(0, 1).is_contiguous()
 
 
-def test_inputs_are_untouched() -> None:
-    tensors = [*qkv((2, 2, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4)), torch.randn(5, 6)]
-    before = [tensor.clone() for tensor in tensors]
-    tensors[0].requires_grad_()
-    out, weights, lse = scaled_dot_product_attention(
-        *tensors, is_causal=True, return_weights=True, return_lse=True
-    )
-    (out.sum() + weights.sum() + lse.sum()).backward()
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
-
-
 def test_parameters_and_frozen_inputs() -> None:
     query = torch.nn.Parameter(torch.randn(2, 2, 5, 4))
     key, value = qkv((2, 2, 6, 4), (2, 2, 6, 4), dtype=torch.float32)
@@ -227,43 +208,6 @@ def test_parameters_and_frozen_inputs() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(scaled_dot_product_attention(query, key, value), out.detach())
     assert not scaled_dot_product_attention(query.detach(), key, value).requires_grad
-
-
-@pytest.mark.parametrize("mask_dtype", [None, torch.float32, torch.bool])
-def test_autocast(mask_dtype: torch.dtype | None) -> None:
-    tensors = [
-        tensor.requires_grad_()
-        for tensor in qkv((2, 2, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16), dtype=torch.float32)
-    ]
-    mask = None if mask_dtype is None else torch.ones(8, 8, dtype=torch.bool).tril()
-    if mask_dtype == torch.float32:
-        mask = torch.zeros(8, 8).masked_fill(~mask, -torch.inf)
-    with torch.autocast(gpu.DEVICE, dtype=torch.bfloat16):
-        out = scaled_dot_product_attention(*tensors, mask)
-        peer = F.scaled_dot_product_attention(*tensors, mask)
-        assert attention_scores(*tensors[:2]).dtype == torch.bfloat16
-        assert attention_weights(*tensors[:2]).dtype == torch.bfloat16
-        # Dtypes are mixed if one tensor has been cast earlier, as projections under autocast do.
-        mixed = scaled_dot_product_attention(tensors[0].bfloat16(), *tensors[1:], mask)
-    assert out.dtype == peer.dtype == torch.bfloat16
-    assert torch.equal(mixed, out)
-    exact = reference.attention(*(tensor.detach().double() for tensor in tensors), mask).out
-    assert_accurate("out", out.detach(), exact, peer.detach())
-    out.float().sum().backward()
-    assert tensors[0].grad.dtype == torch.float32
-    with torch.autocast(gpu.DEVICE, dtype=torch.bfloat16):
-        assert scaled_dot_product_attention(*(tensor.double() for tensor in tensors)).dtype == torch.float64
-
-
-def test_numpy_arrays() -> None:
-    arrays = [np.random.default_rng(0).normal(size=shape) for shape in ((4, 3), (5, 3), (5, 3))]
-    query, key, value = (torch.from_numpy(array).to(gpu.DEVICE) for array in arrays)
-    mask = torch.zeros(4, 5).masked_fill(torch.ones(4, 5).triu(1).bool(), -torch.inf)
-    values, weights = scaled_dot_product_attention(query, key, value, mask, return_weights=True)
-    scores = arrays[0] @ arrays[1].T / np.sqrt(3) + mask.cpu().numpy()
-    expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    assert_accurate("weights", weights.cpu(), torch.from_numpy(expected))
-    assert_accurate("values", values.cpu(), torch.from_numpy(expected @ arrays[2]))
 
 
 def test_attention_weights_need_no_value() -> None:
@@ -291,41 +235,28 @@ def test_attention_weights_need_no_value() -> None:
     [((5, 8), (6, 8)), ((3, 5, 8), (3, 6, 8)), ((2, 4, 5, 8), (2, 2, 6, 8)), ((7, 2, 4, 5, 8), (2, 1, 6, 8))],
 )
 def test_attention_scores(kernel: str, shapes: tuple[tuple[int, ...], ...]) -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        query, key = (tensor.requires_grad_() for tensor in qkv(*shapes, dtype=dtype))
-        exact_query, exact_key = (tensor.detach().double().requires_grad_() for tensor in (query, key))
-        scores = attention_scores(query, key, enable_gqa=True)
-        exact = reference.attention_scores(exact_query, exact_key)
-        assert scores.is_contiguous()
-        peer_key = key if key.dim() == 2 else key.repeat_interleave(query.size(-3) // key.size(-3), dim=-3)
-        assert_accurate("scores", scores.detach(), exact.detach(), (query @ peer_key.mT / 8**0.5).detach())
-        cotangent = torch.randn_like(scores)
-        grads = torch.autograd.grad(scores, (query, key), cotangent)
-        exact_grads = torch.autograd.grad(exact, (exact_query, exact_key), cotangent.double())
-        for name, grad, exact_grad in zip(("grad_query", "grad_key"), grads, exact_grads, strict=True):
-            assert_accurate(name, grad, exact_grad, exact_grad.to(dtype))
-
-
-def test_scale_brings_the_variance_of_scores_to_one() -> None:
-    query, key = torch.randn(1, 1, 200, 256), torch.randn(1, 1, 200, 256)
-    assert float(attention_scores(query, key, scale=1.0).var()) == pytest.approx(256, rel=0.1)
-    assert float(attention_scores(query, key).var()) == pytest.approx(1, rel=0.1)
+    for dtype in DTYPES:
+        tensors = qkv(*shapes, dtype=dtype)
+        incoming = torch.randn(*shapes[0][:-1], 6)
+        found = results_of(attention_scores, tensors, incoming, enable_gqa=True)
+        exact = results_of(reference.attention_scores, [tensor.double() for tensor in tensors], incoming)
+        assert found["out"].is_contiguous()
+        assert_results(found, (exact, {name: result.to(dtype) for name, result in exact.items()}))
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (2, 3, 5, 67), (2, 1, 3, 33, 129)], ids=str)
-@pytest.mark.parametrize("mask", [None, "bool", "float", "row"])
+@pytest.mark.parametrize("mask", [None, "bool", "float", "row", "column"])
 def test_masked_softmax(kernel: str, shape: tuple[int, ...], mask: str | None) -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    for dtype in DTYPES:
         scores = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
-        tensors = [scores]
-        if mask == "bool":
-            bias = torch.rand(shape[-2:]) < 0.7
-        elif mask == "float":
-            bias = torch.randn(shape[-2:]).to(dtype).requires_grad_()
-            tensors.append(bias)
-        else:
-            bias = None if mask is None else torch.randn(shape[-1]).requires_grad_()
-            tensors += [] if mask is None else [bias]
+        bias = {
+            None: None,
+            "bool": torch.rand(shape[-2:]) < 0.7,
+            "float": torch.randn(shape[-2:]).to(dtype),
+            "row": torch.randn(shape[-1]),
+            "column": torch.randn(*shape[:-2], shape[-2], 1),
+        }[mask]
+        tensors = [scores] if mask in (None, "bool") else [scores, bias.requires_grad_()]
         exact_tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
         options = {"scale": 0.7, "is_causal": mask is None, "query_offset": 2}
         weights = masked_softmax(scores, bias, **options)
@@ -339,24 +270,6 @@ def test_masked_softmax(kernel: str, shape: tuple[int, ...], mask: str | None) -
         for name, grad, exact_grad in zip(("grad_scores", "grad_mask"), grads, exact_grads, strict=False):
             terms = 1.0 if name == "grad_scores" else float(torch.tensor(shape[:-1]).prod()) ** 0.5
             assert_accurate(name, grad, exact_grad, exact_grad.to(dtype), terms, dtype)
-
-
-def test_softmax_of_scores_is_attention() -> None:
-    query, key, value = qkv((2, 2, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    weights = masked_softmax(attention_scores(query, key), is_causal=True)
-    torch.testing.assert_close(
-        weights @ value, scaled_dot_product_attention(query, key, value, is_causal=True)
-    )
-    torch.testing.assert_close(weights, attention_weights(query, key, is_causal=True))
-
-
-def test_single_unscaled_causal_head_with_wider_values() -> None:
-    x = torch.randn(4, 8, 32)
-    key_of, query_of = torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(32, 16, bias=False)
-    scores = (query_of(x) @ key_of(x).mT).masked_fill(torch.ones(8, 8).tril() == 0, -torch.inf)
-    expected = scores.softmax(-1) @ x
-    out = scaled_dot_product_attention(query_of(x), key_of(x), x, is_causal=True, scale=1.0)
-    torch.testing.assert_close(out, expected)
 
 
 def test_public_names() -> None:

@@ -69,16 +69,9 @@ def test_refusals_of_gradients() -> None:
     out, row_max, row_sum, _ = ops.attention_forward(*call.tensors(), SCALE, **call.arguments())
 
     def gradients(sizes: list[int], **changed: Any) -> Tensor:
-        return ops.attention_captured_gradients(
-            out,
-            *call.tensors(),
-            out,
-            row_max,
-            row_sum,
-            SCALE,
-            captured_sizes=sizes,
-            **{**call.arguments(), **changed},
-        )
+        passed = (out, *call.tensors(), out, row_max, row_sum, SCALE)
+        options = {**call.arguments(), **changed}
+        return ops.attention_captured_gradients(*passed, captured_sizes=sizes, **options)
 
     assert gradients([9, 2]).shape == (11,)
     assert gradients([0, 0]).shape == (0,)

@@ -11,6 +11,7 @@ import derivatives
 import pytest
 import torch
 from cases import Case, cotangents_of, exact_inputs, normal
+from comparisons import assert_same
 from torch import Tensor
 from torch.func import grad, jvp
 
@@ -89,25 +90,24 @@ def moving_and_second(attend: Callable[..., Tensor], points: Sequence[Tensor]) -
     return [out, of_out, *grads, *of_grads]
 
 
-def points_of(queries: Sequence[int], keys: Sequence[int]) -> list[Tensor]:
+def points_of(
+    queries: Sequence[int], keys: Sequence[int], dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """Draws query, key, value and a direction, of these shapes without the last dimension."""
-    return [
-        normal(*(queries if seed % 3 == 0 else keys), 32, dtype=torch.bfloat16, seed=seed)
-        for seed in range(6)
-    ]
+    return [normal(*(queries if seed % 3 == 0 else keys), 32, dtype=dtype, seed=seed) for seed in range(6)]
 
 
-def assert_same(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for result, other in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, other, rtol=0, atol=0)
+#: float64 is computed without pairs.
+of_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 
 
+@of_dtypes
 @pytest.mark.usefixtures("one_thread")
-def test_the_same_bits_on_any_number_of_threads(isa: str) -> None:
+def test_the_same_bits_on_any_number_of_threads(dtype: torch.dtype, isa: str) -> None:
     def attend(*inputs: Tensor) -> Tensor:
         return scaled_dot_product_attention(*inputs, is_causal=True)
 
-    points = points_of((1, 2, 100), (1, 2, 150))
+    points = points_of((1, 2, 130), (1, 2, 300), dtype)
     results = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
@@ -115,14 +115,15 @@ def test_the_same_bits_on_any_number_of_threads(isa: str) -> None:
     assert_same(*results)
 
 
-def test_a_hidden_nan_stays_hidden(isa: str) -> None:
+@of_dtypes
+def test_a_hidden_nan_stays_hidden(dtype: torch.dtype, isa: str) -> None:
     seen = torch.ones(33, 70, dtype=torch.bool)
     seen[:, 2] = seen[3] = seen[:, 69] = False
 
     def attend(*inputs: Tensor) -> Tensor:
         return scaled_dot_product_attention(*inputs, seen)
 
-    points = points_of((1, 2, 33), (1, 2, 70))
+    points = points_of((1, 2, 33), (1, 2, 70), dtype)
     clean = moving_and_second(attend, points)
     for index in (1, 2, 4, 5):
         points[index][:, :, 2], points[index][:, :, 69] = torch.nan, torch.inf

@@ -47,7 +47,8 @@ def test_pair_of_options(case: Case, tangent_kernel: str) -> None:
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_against_finite_differences(mask: str | None, tangent_kernel: str, no_formula: None) -> None:
+def test_against_finite_differences(mask: str | None, no_formula: None) -> None:
+    """The results of all kernels are compared with the formula above."""
     case = Case(
         batch=1, heads=2, kv_heads=1, queries=3, keys=4, head_dim=2, value_dim=2, dtype=torch.float64,
         mask=mask, alibi=1, sinks=1, softcap=1.2, lse=True,
@@ -217,17 +218,6 @@ def test_layouts_of_tangents(layout: str, tangent_kernel: str) -> None:
         torch.testing.assert_close(result, shared[0], rtol=0, atol=0)
 
 
-def test_the_same_bits_on_any_number_of_threads(tangent_kernel: str) -> None:
-    points = tuple(qkv(130, 300, dtype=torch.float32))
-    tangents = tuple(torch.randn_like(tensor) for tensor in points)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(jvp(lambda *p: scaled_dot_product_attention(*p, is_causal=True), points, tangents))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
-
-
 def test_no_matrices() -> None:
     """With (L, S) matrices this would take 160 GB."""
     points = tuple(torch.randn(1, 1, 200_000, 4) for _ in range(3))
@@ -260,9 +250,14 @@ def test_weights_have_tangents_by_the_formula() -> None:
 
 def test_scores_and_softmax(kernel: str) -> None:
     """The tangent of each is computed by itself: a product, and a symmetric matrix of derivatives."""
-    query, key, _ = (tensor[:1].requires_grad_() for tensor in qkv(3, 4))
+    query, key = qkv(3, 4)[:2]
+    query, key = query[:1].requires_grad_(), key[:1, :1].requires_grad_()
     check = {"check_forward_ad": True, "check_batched_forward_grad": True, "check_batched_grad": True}
-    assert torch.autograd.gradcheck(lambda q, k: attention_scores(q, k, 0.3), (query, key), **check)
+
+    def scores_of(query: Tensor, key: Tensor) -> Tensor:
+        return attention_scores(query, key, 0.3, enable_gqa=True)
+
+    assert torch.autograd.gradcheck(scores_of, (query, key), **check)
     scores = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True)
 
@@ -270,7 +265,7 @@ def test_scores_and_softmax(kernel: str) -> None:
         return masked_softmax(scores, mask, scale=0.7, is_causal=True)
 
     assert torch.autograd.gradcheck(softmax, (scores, mask), **check)
-    for function, points in ((attention_scores, (query, key)), (softmax, (scores, mask))):
+    for function, points in ((scores_of, (query, key)), (softmax, (scores, mask))):
         assert torch.autograd.gradgradcheck(
             function, points, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True
         )

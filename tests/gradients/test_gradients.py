@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, LAYOUTS, Case, check, gradients
+from cases import DTYPES, LAYOUTS, Case, check, gradients, remembered
+from comparisons import GRADIENTS, assert_results, attend, exact_and_peer, results_of
 from tolerances import assert_accurate
+from torch import Tensor
 
 from selfattn_ext import (
-    attention_scores,
     attention_weights,
-    masked_softmax,
     reference,
     scaled_dot_product_attention,
 )
@@ -32,20 +32,15 @@ CASES = [
         {"mask": "float rows", "alibi": 2, "heads": 4, "kv_heads": 1, "weights": True},
         {"mask": "float keys", "sinks": True, "dropout_p": 0.4, "lse": True},
         {"mask": "bool", "dropout_p": 0.4, "weights": True, "lse": True, "softcap": 1.5},
-        {
-            "mask": "float heads",
-            "window": (2, -1),
-            "alibi": 1,
-            "sinks": True,
-            "dropout_p": 0.2,
-            "layout": "transposed",
-        },
+        {"mask": "float heads", "window": (2, -1), "alibi": 1, "sinks": True, "dropout_p": 0.2}
+        | {"layout": "transposed"},
     )
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_finite_differences(case: Case, kernel: str) -> None:
+def test_against_finite_differences(case: Case) -> None:
+    """test_options_pairwise.py compares all kernels with the formula."""
     assert torch.autograd.gradcheck(*case.as_function(), fast_mode=True)
 
 
@@ -59,48 +54,23 @@ def test_layouts_of_the_gradient_of_out(dtype: torch.dtype, layout: str, kernel:
 @pytest.mark.parametrize(("keys", "is_causal"), [(64, False), (192, True), (200, False)])
 def test_keys_beyond_the_end_stay_out(dtype: torch.dtype, keys: int, is_causal: bool, kernel: str) -> None:
     """If keys of 0 beyond the end had scores of 0, they would show, as exp(-lse) overflows at lse < -88.7."""
-    check(
-        Case(
-            1,
-            2,
-            1,
-            keys if is_causal else 70,
-            keys,
-            64,
-            64,
-            dtype,
-            opposed=30.0,
-            is_causal=is_causal,
-            lse=True,
-        )
-    )
+    queries = keys if is_causal else 70
+    check(Case(1, 2, 1, queries, keys, 64, 64, dtype, opposed=30.0, is_causal=is_causal, lse=True))
+
+
+@remembered
+def of_torch(tensors: list[Tensor], incoming: Tensor, is_causal: bool) -> dict[str, Tensor]:
+    return results_of(F.scaled_dot_product_attention, tensors, incoming, is_causal=is_causal, enable_gqa=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 def test_no_less_accurate_than_torch(dtype: torch.dtype, is_causal: bool, kv_heads: int, isa: str) -> None:
-    shapes = ((1, 8, 97, 32), (1, kv_heads, 97, 32), (1, kv_heads, 97, 32))
-    tensors = {
-        name: torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
-        for name, shape in zip(("query", "key", "value"), shapes, strict=True)
-    }
-    cotangent = torch.randn(1, 8, 97, 32, dtype=torch.float64).to(dtype)
-    everything = []
-    for function, precise in (
-        (scaled_dot_product_attention, False),
-        (F.scaled_dot_product_attention, True),
-        (F.scaled_dot_product_attention, False),
-    ):
-        points = {
-            name: (tensor.double() if precise else tensor).detach().requires_grad_()
-            for name, tensor in tensors.items()
-        }
-        out = function(**points, is_causal=is_causal, enable_gqa=True)
-        everything.append({"out": out} | gradients({"out": out}, {"out": cotangent}, points))
-    ours, exact, peer = everything
-    for name in ours:
-        assert_accurate(name, ours[name].detach(), exact[name].detach(), peer[name].detach())
+    *tensors, incoming = (torch.randn(1, heads, 97, 32).to(dtype) for heads in (8, kv_heads, kv_heads, 8))
+    found = results_of(attend, tensors, incoming, is_causal=is_causal, return_lse=False)
+    exact = of_torch([tensor.double() for tensor in tensors], incoming, is_causal)
+    assert_results(found, (exact, of_torch(tensors, incoming, is_causal)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -109,30 +79,27 @@ def test_rounding_of_the_output_stays_out_of_gradients(dtype: torch.dtype, way: 
     """Values far from 0 have coarsely rounded outputs, which must not enter a difference of large terms."""
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 70, 16)
     value = 30 + torch.randn(1, 2, 70, 16)
-    points = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
-    cotangent = torch.randn(1, 2, 20, 16).to(dtype)
-    options = {"attn_mask": torch.zeros(20, 70)} if way == "mask" else {"return_lse": way == "lse"}
+    points = [tensor.to(dtype) for tensor in (query, key, value)]
+    incoming = torch.randn(1, 2, 20, 16).to(dtype)
+    options = {"mask": {"attn_mask": torch.zeros(20, 70)}, "plain": {"return_lse": False}}.get(way, {})
+    judges = exact_and_peer(points, {}, incoming)
+
+    def weights_of_formula(query: Tensor, key: Tensor) -> Tensor:
+        return reference.attention(query, key, key).weights
+
     if way == "torch.func":
-        _, pull = torch.func.vjp(scaled_dot_product_attention, *(point.detach() for point in points))
-        grads = pull(cotangent)
+        _, pull = torch.func.vjp(scaled_dot_product_attention, *points)
+        found = dict(zip(GRADIENTS, pull(incoming), strict=True))
     elif way == "weights":
-        cotangent = (30 + torch.randn(1, 2, 20, 70)).to(dtype)
-        grads = torch.autograd.grad(attention_weights(*points[:2]), points[:2], cotangent)
+        incoming = (30 + torch.randn(1, 2, 20, 70)).to(dtype)
+        found = results_of(attention_weights, points[:2], incoming)
+        judges = tuple(
+            results_of(weights_of_formula, [point.to(of) for point in points[:2]], incoming)
+            for of in (torch.float64, dtype)
+        )
     else:
-        out = scaled_dot_product_attention(*points, **options)
-        grads = torch.autograd.grad(out[0] if way == "lse" else out, points, cotangent)
-
-    def formula(points: list[torch.Tensor], cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        result = reference.attention(*points)
-        if way == "weights":
-            return torch.autograd.grad(result.weights, points[:2], cotangent)
-        return torch.autograd.grad(result.out, points, cotangent)
-
-    exact = formula([point.detach().double().requires_grad_() for point in points], cotangent.double())
-    for name, grad, exact_grad, peer in zip(
-        ("dq", "dk", "dv"), grads, exact, formula(points, cotangent), strict=False
-    ):
-        assert_accurate(name, grad, exact_grad, peer)
+        found = results_of(attend, points, incoming, **options)
+    assert_results({name: found[name] for name in GRADIENTS if name in found}, judges)
 
 
 def test_gradient_only_of_what_requires_one() -> None:
@@ -150,15 +117,9 @@ def test_gradient_only_of_what_requires_one() -> None:
 def test_gradient_through_one_result_alone(name: str) -> None:
     case = Case(weights=True, lse=True, dtype=torch.float64, sinks=True, mask="bool", softcap=2.0)
     tensors = case.inputs()
-    expected = case.formula(tensors)[name]
-    result = case.run(tensors)[name]
-    cotangent = torch.randn_like(result)
-    for grad, other in zip(
-        gradients({name: result}, {name: cotangent}, tensors).values(),
-        gradients({name: expected}, {name: cotangent}, tensors).values(),
-        strict=True,
-    ):
-        torch.testing.assert_close(grad, other)
+    results = [run(tensors)[name] for run in (case.run, case.formula)]
+    cotangent = {name: torch.randn_like(results[0])}
+    torch.testing.assert_close(*(gradients({name: result}, cotangent, tensors) for result in results))
 
 
 def test_cotangents_of_any_layout() -> None:
@@ -170,20 +131,18 @@ def test_cotangents_of_any_layout() -> None:
         cotangents = {}
         for name, result in results.items():
             dense = torch.randn(result.shape, dtype=torch.float64)
-            if layout == "expanded":
-                cotangents[name] = torch.ones((), dtype=torch.float64).expand(result.shape)
-            elif layout == "columns":
-                cotangents[name] = dense.mT.contiguous().mT
-            else:
-                cotangents[name] = torch.stack([dense, dense], dim=-1)[..., 1]
+            cotangents[name] = {
+                "expanded": torch.ones((), dtype=torch.float64).expand(result.shape),
+                "columns": dense.mT.contiguous().mT,
+                "offset": torch.stack([dense, dense], dim=-1)[..., 1],
+            }[layout]
         grads = [
             torch.autograd.grad(
-                list(outputs.values()), list(tensors.values()), list(cotangents.values()), retain_graph=True
+                [*of.values()], [*tensors.values()], [*cotangents.values()], retain_graph=True
             )
-            for outputs in (results, exact)
+            for of in (results, exact)
         ]
-        for grad, other in zip(*grads, strict=True):
-            torch.testing.assert_close(grad, other)
+        torch.testing.assert_close(*grads)
 
 
 def test_backward_twice_and_checkpoint() -> None:
@@ -195,7 +154,7 @@ def test_backward_twice_and_checkpoint() -> None:
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out.sum(), tensors["query"])
 
-    def attend(query: torch.Tensor) -> torch.Tensor:
+    def attend(query: Tensor) -> Tensor:
         return scaled_dot_product_attention(query, tensors["key"], tensors["value"], dropout_p=0.3)
 
     for reentrant in (False, True):
@@ -238,29 +197,6 @@ def test_broadcast_mask_that_was_expanded_by_hand() -> None:
         for mask in (row, row.expand(2, 2, 17, 33))
     ]
     torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_masked_softmax_against_finite_differences(kernel: str, is_causal: bool) -> None:
-    scores = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
-    for shape in [(3, 1, 5), (4, 5), (2, 1, 4, 1)]:
-        mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for scale in (1.0, 0.3):
-            assert torch.autograd.gradcheck(
-                lambda scores, mask, scale=scale: masked_softmax(
-                    scores, mask, scale=scale, is_causal=is_causal, query_offset=1
-                ),
-                (scores, mask),
-                fast_mode=True,
-            )
-
-
-def test_attention_scores_against_finite_differences(kernel: str) -> None:
-    query = torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True)
-    key = torch.randn(2, 2, 7, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda q, k: attention_scores(q, k, 0.3, enable_gqa=True), (query, key), fast_mode=True
-    )
 
 
 def test_attention_weights_against_finite_differences(kernel: str) -> None:

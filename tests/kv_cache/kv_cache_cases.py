@@ -8,7 +8,8 @@ from typing import Any
 
 import gpu
 import torch
-from cases import drawn, exact_and_peer
+from cases import drawn
+from comparisons import exact_and_peer
 from tolerances import assert_accurate
 from torch import Tensor
 
@@ -138,7 +139,7 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
         )
         exact, peer = exact_and_peer([step.plain(given["query"])[b], keys, values], keywords)
         for name, result in (("out", out), ("weights", weights[..., :count]), ("lse", lse)):
-            judges = (getattr(exact, name), getattr(peer, name))
+            judges = (exact[name], peer[name])
             assert_accurate(f"{name} of sequence {b}", result[b], *judges, dtype=step.dtype)
         assert not weights[b, :, :, count:].any(), b
         after = Step.sequence(_without_new(step, count), given, b)

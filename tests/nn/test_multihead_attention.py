@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from option_pairs import covering
 from tolerances import assert_accurate
 from torch import Tensor
 
@@ -30,29 +28,6 @@ OPTIONS: dict[str, list[Any]] = {
     "mode": ["train", "eval", "eval_no_grad"],
     "dtype": [torch.float64, torch.float32],
 }
-
-
-def pairwise(options: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Yields cases in which every value of an option meets every value of each other option."""
-    names = list(options)
-    left = {
-        (a, x, b, y)
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(range(len(options[a])), range(len(options[b])))
-    }
-    draw = random.Random(0)
-
-    def pairs(case: dict[str, int]) -> set[tuple[str, int, str, int]]:
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
-
-    while left:
-        tried = [{name: draw.randrange(len(options[name])) for name in names} for _ in range(200)]
-        # One case starts from a pair that is still missing, so that each round makes progress.
-        a, x, b, y = min(left)
-        tried.append({**tried[0], a: x, b: y})
-        best = max(tried, key=lambda case: len(pairs(case) & left))
-        left -= pairs(best)
-        yield {name: options[name][index] for name, index in best.items()}
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -128,14 +103,11 @@ def run(
         )
     result: dict[str, Any] = {"out": out, "weights": weights}
     if has_grad:
-        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
-        if weights is not None:
-            loss = (
-                loss
-                + (
-                    weights * torch.linspace(-1, 2, weights.numel(), dtype=out.dtype).view(weights.shape)
-                ).sum()
-            )
+        loss = sum(
+            (part * torch.linspace(-1, last, part.numel(), dtype=out.dtype).view(part.shape)).sum()
+            for part, last in ((out, 1), (weights, 2))
+            if part is not None
+        )
         leaves = {f"input {i}": tensor for i, tensor in enumerate(tensors)} | dict(module.named_parameters())
         if attn_mask is not None and attn_mask.requires_grad:
             leaves["attn_mask"] = attn_mask
@@ -144,7 +116,7 @@ def run(
     return result
 
 
-@pytest.mark.parametrize("case", list(pairwise(OPTIONS)), ids=name_of)
+@pytest.mark.parametrize("case", covering(OPTIONS), ids=name_of)
 def test_agrees_with_torch(case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     kdim, vdim = (5, 9) if case["inputs"] == "kdim_vdim" else (None, None)

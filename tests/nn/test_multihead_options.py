@@ -9,11 +9,11 @@ from typing import Any
 import gpu
 import pytest
 import torch
+from test_multihead_attention import BATCH, EMBED, HEADS, LENGTH, SOURCE, make_pair
+from test_rotary import turned
 from torch import Tensor
 
 from selfattn_ext.nn import MultiheadAttention, multihead_attention
-
-EMBED, HEADS, LENGTH, SOURCE, BATCH = 12, 4, 5, 7, 3
 
 
 def test_grouped_heads_equal_repeated_heads() -> None:
@@ -53,27 +53,14 @@ def test_grouped_heads_equal_repeated_heads() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_is_the_formula(layout: str, interleaved: bool) -> None:
     torch.manual_seed(7)
-    ours = MultiheadAttention(
-        16,
-        2,
-        batch_first=True,
-        rotary=True,
-        rotary_base=100.0,
-        rotary_interleaved=interleaved,
-        dtype=torch.float64,
-    )
+    rotary = {"rotary": True, "rotary_base": 100.0, "rotary_interleaved": interleaved}
+    ours = MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64, **rotary)
     x, y = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(2, 9, 16, dtype=torch.float64)
     q, k, v = torch.nn.functional._in_projection_packed(x, y, y, ours.in_proj_weight, ours.in_proj_bias)
 
     def rotate(t: Tensor) -> Tensor:
         t = t.unflatten(-1, (2, 8)).transpose(1, 2)
-        pairs = t.unflatten(-1, (4, 2)) if interleaved else t.unflatten(-1, (2, 4)).transpose(-1, -2)
-        angle = torch.arange(t.shape[2])[:, None] * 100.0 ** (-torch.arange(4) / 4)
-        turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(
-            torch.ones_like(angle).double(), angle.double()
-        )
-        real = torch.view_as_real(turned)
-        return (real if interleaved else real.transpose(-1, -2)).flatten(-2)
+        return turned(t, torch.arange(t.shape[2]), interleaved, base=100.0)
 
     weights = torch.softmax(rotate(q) @ rotate(k).transpose(-1, -2) / math.sqrt(8), dim=-1)
     out = ours.out_proj((weights @ v.unflatten(-1, (2, 8)).transpose(1, 2)).transpose(1, 2).flatten(2))
@@ -91,9 +78,9 @@ def test_rotary_is_the_formula(layout: str, interleaved: bool) -> None:
 
 def test_window_is_a_band_mask() -> None:
     torch.manual_seed(8)
+    _, theirs = make_pair()
     ours = MultiheadAttention(EMBED, HEADS, window_size=(2, 1))
-    theirs = torch.nn.MultiheadAttention(EMBED, HEADS)
-    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
     x = torch.randn(8, BATCH, EMBED)
     distance = torch.arange(8) - torch.arange(8)[:, None]
     torch.testing.assert_close(ours(x, x, x), theirs(x, x, x, attn_mask=(distance < -2) | (distance > 1)))

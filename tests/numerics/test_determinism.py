@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case, cotangents_of, gradients
+from comparisons import assert_same
 
 from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
 
@@ -26,20 +27,13 @@ CASES = [
 ]
 
 
-def everything(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    results = case.run(tensors)
-    return results | gradients(results, cotangents_of(results, 0), tensors)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_threads_and_runs(case: Case, isa: str, one_thread: None) -> None:
     tensors = case.inputs()
-    alone = everything(case, tensors)
+    alone = case.run_with_gradients(tensors)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        again = everything(case, tensors)
-        for name, result in alone.items():
-            assert torch.equal(result, again[name]), f"{name} with {threads} threads"
+        assert_same(case.run_with_gradients(tensors), alone, f"{threads} threads")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -74,19 +68,9 @@ def test_rows_do_not_depend_on_their_batch(case: Case, isa: str) -> None:
         part_grads = gradients(
             results, {name: value[index : index + 1] for name, value in cotangents.items()}, part
         )
-        for name, result in results.items():
-            assert torch.equal(result[0], whole[name][index]), name
+        assert_same(*([of[name][row] for name in of] for of, row in ((results, 0), (whole, index))))
         for name in names:
-            assert torch.equal(part_grads[f"grad of {name}"][0], grads[f"grad of {name}"][index]), name
-
-
-def test_queries_do_not_depend_on_their_neighbours(isa: str) -> None:
-    """A query depends only on its keys, if both calls have the same tile edges."""
-    case = Case(queries=96, keys=200, head_dim=32)
-    tensors = case.inputs()
-    whole = case.run(tensors)["out"]
-    other = {**tensors, "query": torch.cat([tensors["query"][:, :, :48], torch.randn(2, 2, 48, 32)], dim=2)}
-    assert torch.equal(case.run(other)["out"][:, :, :48], whole[:, :, :48])
+            assert_same(part_grads[f"grad of {name}"][0], grads[f"grad of {name}"][index], name)
 
 
 @pytest.mark.parametrize("queries", [1, 47, 48, 49, 144, 145, 191, 192, 193, 241])
@@ -104,9 +88,7 @@ def test_gradients_do_not_depend_on_how_queries_are_taken_together(
     def grads(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(scaled_dot_product_attention(*tensors, mask), tensors, grad_out)
 
-    pairs = zip(grads(mask), grads(mask.clone().requires_grad_()), strict=True)
-    for name, (together, one_by_one) in zip(("query", "key", "value"), pairs, strict=True):
-        assert torch.equal(together, one_by_one), name
+    assert_same(grads(mask), grads(mask.clone().requires_grad_()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -122,16 +104,15 @@ def test_softmax_and_scores(dtype: torch.dtype, isa: str, one_thread: None) -> N
     alone = step()
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert all(torch.equal(*pair) for pair in zip(alone, step(), strict=True))
+        assert_same(step(), alone)
 
 
 def test_inside_another_parallel_region(one_thread: None) -> None:
     """Several Python threads call at once, as in data-parallel trainers."""
     case = CASES[1]
     tensors = case.inputs()
-    alone = everything(case, tensors)
+    alone = case.run_with_gradients(tensors)
     torch.set_num_threads(2)
     with ThreadPoolExecutor(4) as pool:
-        runs = list(pool.map(lambda _: everything(case, tensors), range(8)))
-    for run in runs:
-        assert all(torch.equal(run[name], result) for name, result in alone.items())
+        for run in pool.map(lambda _: case.run_with_gradients(tensors), range(8)):
+            assert_same(run, alone)

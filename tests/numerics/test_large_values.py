@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_special_numbers import DTYPES, KEYS, LENGTHS, NAMES, forward, same_bits
+from comparisons import assert_results, assert_same, attend, check_call, exact_and_peer, results_of
+from test_special_numbers import DTYPES, KEYS, LENGTHS, with_weights
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache, reference, scaled_dot_product_attention, varlen_attention
+from selfattn_ext import attention_with_kvcache, reference, varlen_attention
 
 
 def large_values(dtype: torch.dtype, keys: int) -> tuple[Tensor, Tensor]:
@@ -52,17 +52,17 @@ def test_means_of_large_values(dtype: torch.dtype, queries: int, keys: int, kern
         ]
 
     for options, in_double in zip(options_for(dtype), options_for(torch.float64), strict=True):
-        out, *others = forward([query, key, large], **options)
-        out_of_small, *others_of_small = forward([query, key, small], **options)
-        exact = forward([part.double() for part in (query, key, small)], **in_double)[0]
+        out, *others = with_weights([query, key, large], **options)
+        out_of_small, *others_of_small = with_weights([query, key, small], **options)
+        exact = with_weights([part.double() for part in (query, key, small)], **in_double)[0]
         if kernel == "fused-amx" and dtype == torch.float32:
             # A row of values with a large number has no pieces, so it is added as floats.
             assert_accurate("beside large numbers", out[..., ORDINARY], exact[..., ORDINARY])
         else:
-            assert same_bits(out[..., ORDINARY], out_of_small[..., ORDINARY]), f"beside large, {options}"
-        assert all(map(same_bits, others, others_of_small))
+            assert_same(out[..., ORDINARY], out_of_small[..., ORDINARY], f"beside large, {options.keys()}")
+        assert_same(others, others_of_small)
         means = out[..., LARGE].double() / (torch.finfo(dtype).max / 2)
-        assert_accurate(f"{options}", means, exact[..., LARGE], dtype=dtype)
+        assert_accurate(f"{options.keys()}", means, exact[..., LARGE], dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -71,14 +71,12 @@ def test_large_values_of_sequences(dtype: torch.dtype, kernel: str) -> None:
     queries, keys, page = (2, 30), (300, 7), 16
     points = [[torch.randn(1, 2, count, 40).to(dtype) for count in counts] for counts in (queries, keys)]
     values = [large_values(dtype, count)[0][:1].expand(-1, 2, -1, -1).contiguous() for count in keys]
-    alone = [
-        scaled_dot_product_attention(*(part[i] for part in points), values[i]) for i in range(len(queries))
-    ]
+    alone = [attend(*(part[i] for part in points), values[i])[0] for i in range(len(queries))]
     assert all(bool(out.isfinite().all()) for out in alone)
     starts = [torch.tensor([0, *counts]).cumsum(0).int() for counts in (queries, keys)]
     rows = [torch.cat(parts, 2)[0].transpose(0, 1) for parts in (*points, values)]
     packed = varlen_attention(*rows, *starts, max(queries), max(keys))
-    assert same_bits(packed, torch.cat(alone, 2)[0].transpose(0, 1))
+    assert_same(packed, torch.cat(alone, 2)[0].transpose(0, 1))
 
     pages = [
         torch.nn.functional.pad(row[: keys[0]], (0, 0, 0, 0, 0, -keys[0] % page)).unflatten(0, (-1, page))
@@ -90,7 +88,7 @@ def test_large_values_of_sequences(dtype: torch.dtype, kernel: str) -> None:
     out = attention_with_kvcache(
         points[0][0].transpose(1, 2), *shuffled, cache_seqlens=length, block_table=table
     )
-    assert same_bits(out, alone[0].transpose(1, 2))
+    assert_same(out, alone[0].transpose(1, 2))
 
 
 @pytest.mark.parametrize("queries", LENGTHS)
@@ -104,62 +102,42 @@ def test_gradients_of_large_numbers(dtype: torch.dtype, what: str, queries: int,
     if what == "gradient":
         value, incoming = torch.randn(2, 1, KEYS, 24).to(dtype) / 64, large_values(dtype, queries)[0]
 
-    def gradients(run: Callable[..., Any], wide: torch.dtype) -> list[Tensor]:
-        leaves = [tensor.to(wide).requires_grad_() for tensor in (query, key, value)]
-        return list(torch.autograd.grad(run(*leaves), leaves, incoming.to(wide)))
+    def largest(_: str, exact: Tensor) -> Tensor:
+        return exact.abs().max() + torch.finfo(dtype).tiny
 
-    def formula(*leaves: Tensor) -> Tensor:
-        return reference.attention(*leaves).out
-
-    peer, ours = gradients(formula, dtype), gradients(scaled_dot_product_attention, dtype)
-    exact = gradients(formula, torch.float64) if dtype != torch.float64 else peer
-    for name, truth, theirs, result in zip(("query", "key", "value"), exact, peer, ours, strict=True):
-        assert theirs.isfinite().all()
-        size = truth.abs().max() + torch.finfo(dtype).tiny
-        assert_accurate(name, result / size, truth / size, theirs / size, dtype=dtype)
+    check_call([query, key, value], incoming, unit=largest, dtype=dtype)
 
 
 @pytest.mark.parametrize("queries", [1, *LENGTHS])
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
 def test_a_scale_near_the_largest_number(dtype: torch.dtype, queries: int, kernel: str) -> None:
     """Queries times the scale are infinite, but the scores are not, or a softcap bounds them."""
-    scale = 0.9 * float(torch.finfo(reference.accumulation_dtype(dtype)).max)
+    wide = reference.accumulation_dtype(dtype)
+    scale = 0.9 * float(torch.finfo(wide).max)
     query = (8 * torch.randn(2, 2, queries, 40)).to(dtype)
     key, value = (torch.randn(2, 2, KEYS, columns).to(dtype) for columns in (40, 24))
     incoming = torch.randn(2, 2, queries, 24).to(dtype)
     small = (key / 512).to(dtype)
     for keys, options in (
         (small, {}),
-        (small, {"is_causal": True, "query_offset": 60, "alibi_slopes": torch.rand(2, dtype=torch.float64)}),
+        (small, {"is_causal": True, "query_offset": 60, "alibi_slopes": torch.rand(2, dtype=wide)}),
         (key, {"softcap": 1.5}),
         (key, {"softcap": 1e-3, "attn_mask": torch.rand(queries, KEYS) < 0.5}),
     ):
-
-        def results(
-            run: Callable[..., Any], wide: torch.dtype, keys: Tensor = keys, options: dict[str, Any] = options
-        ) -> list[Tensor]:
-            given = {
-                name: option.to(wide) if name == "alibi_slopes" else option
-                for name, option in options.items()
-            }
-            leaves = [tensor.to(wide).requires_grad_() for tensor in (query, keys, value)]
-            out = run(*leaves, scale=scale, **given)
-            return [out.detach(), *torch.autograd.grad(out, leaves, incoming.to(wide))]
-
-        def formula(*leaves: Tensor, **given: Any) -> Tensor:
-            return reference.attention(*leaves, **given).out
-
-        ours, peer = results(scaled_dot_product_attention, dtype), results(formula, dtype)
-        exact = results(formula, torch.float64) if dtype != torch.float64 else peer
+        tensors = [query, keys, value]
+        options["scale"] = scale
+        found = results_of(attend, tensors, incoming, **options)
         # A row whose only weight is 1 has dO·V - dO·O = 0. CUDA sums the two in different orders, so that a
         # rounding error of theirs is left, which the scale multiplies: docs/limits.md, "Numbers".
         rounds = query.device.type == "cuda" and "softcap" not in options
         of_scores = float((incoming.double() @ value.double().mT).abs().max()) * scale if rounds else 1.0
         terms = {"grad of query": of_scores * float(keys.abs().max()) if rounds else 1.0,
                  "grad of key": of_scores * float(query.abs().max()) if rounds else 1.0}  # fmt: skip
-        for name, result, truth, theirs in zip(NAMES, ours, exact, peer, strict=True):
-            size = terms.get(name, 1.0)
-            if size * torch.finfo(dtype).eps > torch.finfo(dtype).max:
-                continue  # float16 has no number of the size of that error
-            assert result.isfinite().all(), (name, options)
-            assert_accurate(f"{name} {options}", result, truth, theirs, size, dtype=dtype)
+        for name in list(found):
+            if terms.get(name, 1.0) * torch.finfo(dtype).eps > torch.finfo(dtype).max:
+                del found[name]  # float16 has no number of the size of that error
+            else:
+                assert found[name].isfinite().all(), (name, options.keys())
+        assert_results(
+            found, exact_and_peer(tensors, options, incoming), options.keys(), terms=terms, dtype=dtype
+        )

@@ -15,11 +15,12 @@ import gpu
 import pytest
 import torch
 from cases import MASKS, Case, check
+from comparisons import GRADIENTS, assert_same, attend, exact_and_peer, junk_of, results_of
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import functional
 
-from selfattn_ext import backends, reference, scaled_dot_product_attention
+from selfattn_ext import backends
 from selfattn_ext.arguments import forced_kernel
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -91,23 +92,8 @@ def tensors_of(dtype: torch.dtype, lengths: tuple[int, int], dims: tuple[int, in
 
 def everything(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """Computes all results, and all gradients of the output."""
-    points = [tensors[name].detach().requires_grad_() for name in NAMES]
-    results = scaled_dot_product_attention(*points, **options, return_weights=True, return_lse=True)
-    grads = torch.autograd.grad(results[0], points, tensors["grad"])
-    return dict(zip(("out", "weights", "lse", "dq", "dk", "dv"), (*results, *grads), strict=True))
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compares bits, signs of zeros included; every NaN equals every other."""
-    words = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    equal = one.detach().contiguous().view(words) == other.detach().contiguous().view(words)
-    return bool((equal | one.isnan() & other.isnan()).all())
-
-
-def junk_of(dtype: torch.dtype) -> tuple[float, ...]:
-    """Returns numbers that have no pieces."""
-    inf, nan = torch.inf, torch.nan
-    return (nan, inf, -inf) if dtype == FLOAT16 else (nan, inf, -inf, 3e38, 2.0**61, 2.0**-81, 1e-40)
+    *points, incoming = tensors.values()
+    return results_of(attend, points, incoming, return_weights=True, **options)
 
 
 HIDING: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -131,8 +117,7 @@ def test_hidden_keys_leave_every_bit(hide: str, arithmetic: Arithmetic) -> None:
     for junk in junk_of(arithmetic.dtype):
         dirty = {name: tensor.clone() for name, tensor in tensors.items()}
         dirty["key"][:, :, hidden] = dirty["value"][:, :, hidden[:2]] = junk
-        for name, result in everything(dirty, **options).items():
-            assert same_bits(result, clean[name]), f"{name} with {junk}"
+        assert_same(everything(dirty, **options), clean, f"with {junk}")
 
 
 def test_padded_queries_leave_every_bit(arithmetic: Arithmetic) -> None:
@@ -144,13 +129,12 @@ def test_padded_queries_leave_every_bit(arithmetic: Arithmetic) -> None:
     for junk in junk_of(arithmetic.dtype):
         dirty = {name: tensor.clone() for name, tensor in tensors.items()}
         dirty["query"][:, :, padding] = dirty["grad"][:, :, padding] = junk
-        for name, result in everything(dirty, attn_mask=seen).items():
-            assert same_bits(result, clean[name]), f"{name} with {junk} in padding"
+        assert_same(everything(dirty, attn_mask=seen), clean, f"with {junk} in padding")
         dirty["query"][:, :, 7, 3] = dirty["grad"][:, :, 7, 9] = junk
         others = [row for row in range(50) if row != 7]
         results = everything(dirty, attn_mask=seen)
-        for name in ("out", "weights", "lse", "dq"):
-            assert same_bits(results[name][:, :, others], clean[name][:, :, others]), f"{name} beside {junk}"
+        for name in ("out", "weights", "lse", "grad of query"):
+            assert_same(results[name][:, :, others], clean[name][:, :, others], f"{name} beside {junk}")
 
 
 def test_batch_does_not_matter(arithmetic: Arithmetic) -> None:
@@ -163,8 +147,8 @@ def test_batch_does_not_matter(arithmetic: Arithmetic) -> None:
             batch[name][1:2] = tensor
             for junk, entry in itertools.product(junk_of(arithmetic.dtype), (0, 2)):
                 batch[name][entry].view(-1)[torch.randint(tensor.numel(), (2,))] = junk
-        for name, result in everything(batch, is_causal=True, query_offset=3).items():
-            assert same_bits(result[1:2], alone[name]), name
+        together = everything(batch, is_causal=True, query_offset=3)
+        assert_same({name: result[1:2] for name, result in together.items()}, alone)
 
 
 @pytest.mark.parametrize("where", [*NAMES, "grad"])
@@ -193,15 +177,9 @@ def distance(result: Tensor, exact: Tensor) -> float:
     return float((result.double() - exact).abs().max() / exact.abs().max())
 
 
-def formula(tensors: dict[str, Tensor], dtype: torch.dtype, scale: float | None = None) -> dict[str, Tensor]:
-    points = [tensors[name].detach().to(dtype).requires_grad_() for name in NAMES]
-    result = reference.attention(*points, scale=scale)
-    grads = torch.autograd.grad(result.out, points, tensors["grad"].to(dtype))
-    named = {"out": result.out, "weights": result.weights, "lse": result.lse}
-    return {
-        name: tensor.detach()
-        for name, tensor in (named | dict(zip(("dq", "dk", "dv"), grads, strict=True))).items()
-    }
+def judges(tensors: dict[str, Tensor], scale: float | None = None) -> tuple[dict[str, Tensor], ...]:
+    *points, incoming = tensors.values()
+    return exact_and_peer(points, {"scale": scale}, incoming)
 
 
 #: Factors that multiply query, key, value and the output's gradient.
@@ -241,7 +219,7 @@ def test_magnitudes(factors: tuple[float, ...], arithmetic: Arithmetic) -> None:
     tensors = tensors_of(FLOAT32, (40, 100), (64, 64))
     for (name, tensor), factor in zip(tensors.items(), factors, strict=True):
         tensors[name] = (tensor * factor).to(arithmetic.dtype)
-    exact, peer = formula(tensors, torch.float64), formula(tensors, arithmetic.dtype)
+    exact, peer = judges(tensors)
     # Each piece leaves out 2^-8 of every score, and weights multiply that by the scores themselves.
     score = max(1.0, float(factors[0] * factors[1]))
     floor = {"highest": 1e-6, "high": 2.0**-15 * score, "medium": 2.0**-7 * score}[arithmetic.precision]
@@ -255,7 +233,7 @@ def test_magnitudes(factors: tuple[float, ...], arithmetic: Arithmetic) -> None:
 @several_pieces
 def test_more_pieces_are_more_accurate() -> None:
     tensors = tensors_of(FLOAT32, (100, 150), (64, 64))
-    exact = formula(tensors, torch.float64)
+    exact = judges(tensors)[0]
     before, seen = torch.get_float32_matmul_precision(), []
     with forced(PLACES[0]):
         for precision in ("highest", "high", "medium"):
@@ -271,12 +249,9 @@ def test_more_pieces_are_more_accurate() -> None:
 @pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="only AMX takes float16 apart")
 def test_float16_is_better_than_that_of_torch() -> None:
     tensors = {name: tensor * 4 for name, tensor in tensors_of(FLOAT16, (200, 300), (64, 64)).items()}
-    exact = formula(tensors, torch.float64)
-    points = [tensors[name].requires_grad_() for name in NAMES]
-    out = functional.scaled_dot_product_attention(*points)
-    theirs = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, points, tensors["grad"]), strict=True)) | {
-        "out": out.detach()
-    }
+    exact = judges(tensors)[0]
+    *points, incoming = tensors.values()
+    theirs = results_of(functional.scaled_dot_product_attention, points, incoming)
     with backends.use_cpu_isa("amx"):
         ours = errors(tensors, exact)
     for name, result in theirs.items():
@@ -292,10 +267,10 @@ FINEST = [arithmetic for arithmetic in ARITHMETICS if arithmetic.precision == "h
 def test_scales(scale: float, arithmetic: Arithmetic) -> None:
     """A power of two scales the pieces, another scale the scores; other kernels take scales up to 0."""
     tensors = tensors_of(arithmetic.dtype, (33, 65), (40, 24))
-    exact, peer = formula(tensors, torch.float64, scale), formula(tensors, arithmetic.dtype, scale)
+    exact, peer = judges(tensors, scale)
     floor = {BFLOAT16: 2.0**-7, FLOAT16: 2.0**-10, FLOAT32: 1e-6 * max(scale, 1.0)}[arithmetic.dtype]
     for name, error in errors(tensors, exact, scale).items():
-        if scale == 0.0 and name in ("dq", "dk"):
+        if scale == 0.0 and name in GRADIENTS[:2]:
             continue
         assert error <= 2 * distance(peer[name], exact[name]) + floor, name
 
@@ -340,17 +315,11 @@ def test_few_keys_unlike_all_others_draw_the_attention(common: float, attended: 
     query, key, value, cotangent = (torch.randn(1, 2, 128, 64) for _ in range(4))
     query -= 0.5
     key[:, :, attended:] += common
-    points = [tensor.to(BFLOAT16).requires_grad_() for tensor in (query, key, value)]
-    exact_points = [point.detach().double().requires_grad_() for point in points]
-    cotangent = cotangent.to(BFLOAT16)
-    out = scaled_dot_product_attention(*points)
-    fused = functional.scaled_dot_product_attention(*points)
-    exact = reference.attention(*exact_points).out
-    grads = torch.autograd.grad(out, points, cotangent)
-    peers = torch.autograd.grad(fused, points, cotangent)
-    exact_grads = torch.autograd.grad(exact, exact_points, cotangent.double())
-    for name, grad, exact_grad, peer in zip(NAMES, grads, exact_grads, peers, strict=True):
-        assert_accurate(f"grad of {name}", grad, exact_grad, peer)
+    points, incoming = [tensor.to(BFLOAT16) for tensor in (query, key, value)], cotangent.to(BFLOAT16)
+    found, (exact, _) = results_of(attend, points, incoming), exact_and_peer(points, {}, incoming)
+    peer = results_of(functional.scaled_dot_product_attention, points, incoming)
+    for name in GRADIENTS:
+        assert_accurate(name, found[name], exact[name], peer[name])
 
 
 def test_layouts_give_the_same_bits(arithmetic: Arithmetic) -> None:
@@ -369,10 +338,7 @@ def test_layouts_give_the_same_bits(arithmetic: Arithmetic) -> None:
             moved[name].copy_(tensor)
         whole = not TENSOR_CORES or arithmetic.dtype == FLOAT32 or (padding % 8 == 0 and offset % 8 == 0)
         results = everything(moved)
-        for name, result in results.items():
-            same = expected.setdefault(whole, results)[name]
-            assert same_bits(result, same), f"{name}, {padding} more, at {offset}"
+        assert_same(results, expected.setdefault(whole, results), f"{padding} more, at {offset}")
     rows = {name: tensor[:, :, :1].expand_as(tensor) for name, tensor in tensors.items()}
     dense = everything({name: tensor.contiguous() for name, tensor in rows.items()})
-    for name, result in everything(rows).items():
-        assert same_bits(result, dense[name]), f"{name}, expanded"
+    assert_same(everything(rows), dense, "expanded")

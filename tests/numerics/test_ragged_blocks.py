@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import exact_and_peer
-from tolerances import assert_accurate
+from comparisons import assert_same, attend, check_call
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache, reference, scaled_dot_product_attention
+from selfattn_ext import attention_with_kvcache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Numbers of keys around parts of a block, one block, two blocks, and those that are loaded together.
 KEYS = (1, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 161, 192, 255, 257)
 QUERIES = (17, 32, 33, 65)
-NAMES = ("out", "lse")
 
 
 def inputs(queries: int, keys: int, dtype: torch.dtype, head_dim: int = 64) -> list[Tensor]:
@@ -29,20 +27,8 @@ def inputs(queries: int, keys: int, dtype: torch.dtype, head_dim: int = 64) -> l
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def ours(tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
-    return scaled_dot_product_attention(*tensors, enable_gqa=True, return_lse=True, **options)
-
-
-def check(tensors: list[Tensor], **options: Any) -> None:
-    exact, peer = exact_and_peer(tensors, options)
-    dtype = tensors[0].dtype
-    for name, found in zip(NAMES, ours(tensors, **options), strict=True):
-        case = f"{name} of {tensors[0].size(2)} queries and {tensors[1].size(2)} keys with {options}"
-        assert_accurate(case, found, getattr(exact, name), getattr(peer, name), dtype=dtype)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def check(tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    return tuple(check_call(tensors, None, options, dtype=tensors[0].dtype).values())
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -102,18 +88,16 @@ def test_junk_that_some_queries_do_not_see(dtype: torch.dtype, kernel: str) -> N
         tensors = inputs(queries, keys, dtype)
         for options in ({"is_causal": True}, {"window_size": (20, 9)}):
             left, right = options.get("window_size", (keys, 0))
-            clean = ours(tensors, query_offset=offset, **options)
+            clean = attend(*tensors, query_offset=offset, **options)
             for junk, which in itertools.product((offset, offset + 20, keys - 1), (1, 2)):
                 dirty = [tensor.clone() for tensor in tensors]
                 dirty[which][:, :, junk, 3] = torch.nan
                 position = torch.arange(queries) + offset
                 sees = (junk >= position - left) & (junk <= position + right)
-                for name, one, other in zip(
-                    NAMES, ours(dirty, query_offset=offset, **options), clean, strict=True
-                ):
-                    assert same_bits(one[:, :, ~sees], other[:, :, ~sees]), (name, junk, which)
-                out = ours(dirty, query_offset=offset, **options)[0][:, :, sees]
-                assert bool(out.isnan().any(-1).all()), (junk, which)
+                found = attend(*dirty, query_offset=offset, **options)
+                unseen = ([part[:, :, ~sees] for part in parts] for parts in (found, clean))
+                assert_same(*unseen, (junk, which))
+                assert bool(found[0][:, :, sees].isnan().any(-1).all()), (junk, which)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,13 +107,12 @@ def test_neighbours_of_a_row_change_no_bit(dtype: torch.dtype, isa: str) -> None
     query[..., 0], key[..., 0] = 0.0, torch.arange(300) // 64
     odd, others = [3, 40], [row for row in range(70) if row not in (3, 40)]
     for options in ({}, {"is_causal": True, "query_offset": 200}, {"attn_mask": torch.rand(70, 300) < 0.9}):
-        clean = ours([tensor.to(dtype) for tensor in (query, key, value)], **options)
+        clean = attend(*(tensor.to(dtype) for tensor in (query, key, value)), **options)
         for number in (60.0, 30000.0 if dtype == torch.float16 else 80.0, torch.inf, -torch.inf, torch.nan):
             dirty = query.clone()
             dirty[:, :, odd, 0] = number
-            found = ours([tensor.to(dtype) for tensor in (dirty, key, value)], **options)
-            for name, one, other in zip(NAMES, found, clean, strict=True):
-                assert same_bits(one[:, :, others], other[:, :, others]), (name, number)
+            found = attend(*(tensor.to(dtype) for tensor in (dirty, key, value)), **options)
+            assert_same(*([part[:, :, others] for part in parts] for parts in (found, clean)), number)
 
 
 def blocks_hidden(queries: int, keys: int, hidden: list[int], alone: int) -> Tensor:
@@ -144,20 +127,9 @@ def blocks_hidden(queries: int, keys: int, hidden: list[int], alone: int) -> Ten
 
 #: Hidden blocks of 64 keys: the first or second half of a block of 128, or both; the first or last block;
 #: neighbouring or separate ones.
-HIDDEN = [
-    [],
-    [0],
-    [1],
-    [0, 1],
-    [2],
-    [3],
-    [1, 2],
-    [0, 2],
-    [1, 3],
-    [4],
-    [0, 1, 2, 3, 4],
-    [0, 1, 2, 3],
-    [2, 3, 4],
+HIDDEN: list[list[int]] = [
+    *([], [0], [1], [0, 1], [2], [3], [1, 2]),
+    *([0, 2], [1, 3], [4], [0, 1, 2, 3, 4], [0, 1, 2, 3], [2, 3, 4]),
 ]
 
 
@@ -175,12 +147,11 @@ def test_masks_that_hide_blocks(dtype: torch.dtype, first: int, kernel: str) -> 
         bias = torch.randn(queries, keys).masked_fill(~seen, -torch.inf).to(dtype)
         for mask in (seen, bias):
             options = {"attn_mask": mask, "is_causal": index % 2 == 1, "query_offset": 200}
-            check(tensors, **options)
+            clean = check(tensors, **options)
             dirty = [tensors[0], *(tensor.clone() for tensor in tensors[1:])]
             for tensor in dirty[1:]:
                 tensor[:, :, [70, 131, 257]] = torch.nan
-            for name, one, other in zip(NAMES, ours(dirty, **options), ours(tensors, **options), strict=True):
-                assert same_bits(one, other), (name, hidden)
+            assert_same(attend(*dirty, **options), clean, hidden)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -202,12 +173,8 @@ def test_altered_scores(dtype: torch.dtype, options: dict[str, Any], kernel: str
     mask = torch.randn(129, 257).masked_fill(torch.rand(129, 257) < 0.3, -torch.inf).to(dtype)
     for queries, keys in ((97, 130), (32, 257), (129, 257)):
         tensors = inputs(queries, keys, dtype)
-        wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
         for more in ({}, {"attn_mask": mask[:queries, :keys]}):
-            exact = reference.attention(*(tensor.double() for tensor in tensors), **wide, **more)
-            peer = reference.attention(*tensors, **options, **more)
-            for name, found in zip(NAMES, ours(tensors, **options, **more), strict=True):
-                assert_accurate(name, found, getattr(exact, name), getattr(peer, name), dtype=dtype)
+            check(tensors, **options, **more)
 
 
 LENGTHS = (1, 33, 64, 95, 130, 200, 129)
@@ -228,5 +195,5 @@ def test_unlike_lengths_of_one_batch(dtype: torch.dtype, kernel: str) -> None:
             for index, length in enumerate(LENGTHS):
                 tensors = [query[[index]], key[[index], :, :length], value[[index], :, :length]]
                 offset = length - queries if causal else 0
-                alone, _ = ours(tensors, is_causal=causal, query_offset=offset)
-                assert same_bits(out[index], alone[0]), (length, junk, causal)
+                alone, _ = attend(*tensors, is_causal=causal, query_offset=offset)
+                assert_same(out[index], alone[0], (length, junk, causal))

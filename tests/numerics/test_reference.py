@@ -144,6 +144,9 @@ def test_dropout_pattern() -> None:
     seed = torch.tensor([-123456789])
     keep = reference.dropout_keep(seed, 0.25, (2, 3, 40, 101))
     assert keep.shape == (2, 3, 40, 101)
+    # Batch elements, heads and rows have different patterns.
+    for first, second in ((keep[0], keep[1]), (keep[:, 0], keep[:, 1]), (keep[:, :, 0], keep[:, :, 1])):
+        assert not torch.equal(first, second)
     assert float(keep.double().mean()) == pytest.approx(0.75, abs=0.01)
     # The pattern of a pair depends neither on the size of the batch nor on the number of keys.
     assert torch.equal(reference.dropout_keep(seed, 0.25, (1, 2, 7, 50)), keep[:1, :2, :7, :50])

@@ -14,11 +14,19 @@ import pytest
 import torch
 import turns
 from cases import remembered
+from comparisons import (
+    GRADIENTS,
+    Results,
+    assert_results,
+    attend,
+    by_formula,
+    check_call,
+    exact_and_peer,
+    results_of,
+)
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import functional
-
-from selfattn_ext import reference, scaled_dot_product_attention
 
 #: Numbers of keys around blocks of 64 and of 128, and around those that are loaded together.
 KEYS = (63, 65, 127, 128, 129, 192, 257, 320, 515)
@@ -52,45 +60,20 @@ def rising(queries: int, keys: int, steps: list[int], dtype: torch.dtype, head_d
     return [query.to(dtype), key.to(dtype), value.to(dtype)]
 
 
-def results(
-    function: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], incoming: Tensor
-) -> list[Tensor]:
-    """Returns the output, the gradients, and the function's other results."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    out, *others = function(*leaves)
-    gradients = torch.autograd.grad(out, leaves, incoming.to(out.dtype))
-    return [result.detach() for result in (out, *gradients, *others)]
-
-
 @remembered
-def judges(
-    tensors: list[Tensor], incoming: Tensor, options: dict[str, Any]
-) -> tuple[list[Tensor], list[Tensor]]:
+def judges(tensors: list[Tensor], incoming: Tensor, options: dict[str, Any]) -> tuple[Results, Results]:
     """Computes the formula in float64, and torch's own attention in the dtype of the tensors."""
-
-    def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found = reference.attention(*tensors, **options)
-        return found.out, found.lse
-
-    def torchs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return functional.scaled_dot_product_attention(*tensors, **options), formula(*tensors)[1]
-
-    exact = results(formula, [tensor.double() for tensor in tensors], incoming)
-    return exact, results(torchs, tensors, incoming)
+    exact = by_formula([tensor.double() for tensor in tensors], incoming, options)
+    peer = results_of(functional.scaled_dot_product_attention, tensors, incoming, **options)
+    return exact, by_formula(tensors, None, options) | peer
 
 
 def check(tensors: list[Tensor], **options: Any) -> None:
     """Checks output, gradients and log-sum-exp against the formula; the peer is torch's own attention."""
-
-    def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return scaled_dot_product_attention(*tensors, return_lse=True, **options)
-
     incoming = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], dtype=torch.float64)
-    found = results(ours, tensors, incoming)
-    exact, peer = judges(tensors, incoming, options)
-    for name, *three in zip(("out", "query", "key", "value", "lse"), found, exact, peer, strict=True):
-        terms = {"query": TERMS, "key": TERMS * tensors[0].size(-2) ** 0.5}.get(name, 1.0)
-        assert_accurate(name, *three, terms, tensors[0].dtype)
+    terms = {"grad of query": TERMS, "grad of key": TERMS * tensors[0].size(-2) ** 0.5}
+    found = results_of(attend, tensors, incoming, **options)
+    assert_results(found, judges(tensors, incoming, options), terms=terms, dtype=tensors[0].dtype)
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -120,12 +103,7 @@ def test_in_some_strips(kernel: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None:
     """A rounding error of the largest score may exceed the range of exponents of a float."""
-    query, key, value = rising(65, 300, [], dtype)
-    out, lse = scaled_dot_product_attention(query, key, value, scale=scale, return_lse=True)
-    exact = reference.attention(query.double(), key.double(), value.double(), scale=scale)
-    peer = reference.attention(query, key, value, scale=scale)
-    assert_accurate("out", out, exact.out, peer.out)
-    assert_accurate("lse", lse, exact.lse, peer.lse, dtype=dtype)
+    check_call(rising(65, 300, [], dtype), None, {"scale": scale}, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -147,28 +125,14 @@ def test_gradients_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: floa
         tensor.copy_(torch.randn(tensor.shape))
     incoming = torch.randn(1, 2, 65, 64).to(dtype)
     tensors = [tensor.to(dtype) for tensor in (query, key, value)]
-    doubles = [tensor.double() for tensor in tensors]
+
+    def unit(name: str, _: Tensor) -> float:
+        return {"grad of query": scale, "grad of key": 128.0 * scale}.get(name, 1.0)
+
+    terms = dict.fromkeys(("out", *GRADIENTS), TERMS)
     everything = torch.ones(65, 300, dtype=torch.bool)
     for options in ({}, {"is_causal": True, "query_offset": 235}, {"attn_mask": everything}):
-
-        def formula(*tensors: Tensor, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
-            return (reference.attention(*tensors, scale=scale, **options).out,)
-
-        def ours(*tensors: Tensor, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
-            return (scaled_dot_product_attention(*tensors, scale=scale, **options),)
-
-        found, peer = results(ours, tensors, incoming), results(formula, tensors, incoming)
-        exact = results(formula, doubles, incoming)
-        for name, unit, *three in zip(
-            ("out", "query", "key", "value"),
-            (1.0, scale, 128.0 * scale, 1.0),
-            found,
-            exact,
-            peer,
-            strict=True,
-        ):
-            in_units = [result.double() / unit for result in three]
-            assert_accurate(f"{name}, {list(options)}", *in_units, TERMS, dtype)
+        check_call(tensors, incoming, options | {"scale": scale}, unit=unit, terms=terms, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -177,9 +141,7 @@ def test_large_scores_of_one_strip(kernel: str, dtype: torch.dtype) -> None:
     query, key, value = rising(97, 300, [], torch.float32)
     query[:, :, 32:64] *= 1e3 if dtype == torch.float16 else 1e8
     tensors = [tensor.to(dtype) for tensor in (query, key, value)]
-    out = scaled_dot_product_attention(*tensors)
-    exact = reference.attention(*(tensor.double() for tensor in tensors)).out
-    peer = reference.attention(*tensors).out
     # Scores of 1e8 differ only by rounding, so these rows are left out.
     rows = [row for row in range(97) if not 32 <= row < 64]
-    assert_accurate("out", out[:, :, rows], exact[:, :, rows], peer[:, :, rows])
+    found = results_of(attend, tensors)
+    assert_accurate("out", *(results["out"][:, :, rows] for results in (found, *exact_and_peer(tensors))))

@@ -183,6 +183,11 @@ class Case:
         names = ["out", *(["weights"] if self.weights else []), *(["lse"] if self.lse else [])]
         return dict(zip(names, results if len(names) > 1 else [results], strict=True))
 
+    def run_with_gradients(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Computes the case and, for random cotangents, the gradients of all inputs."""
+        results = self.run(tensors)
+        return results | gradients(results, cotangents_of(results, self.seed), tensors)
+
     def as_function(self) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
         """Returns what a comparison with finite differences takes: results as a function of the inputs, in
         order, and these inputs in float64.
@@ -325,18 +330,6 @@ def remembered(judge: Callable[..., Result]) -> Callable[..., Result]:
         return answers[question]
 
     return ask
-
-
-@remembered
-def exact_and_peer(
-    tensors: Sequence[Tensor], options: dict[str, Any] | None = None
-) -> tuple[reference.AttentionResult, reference.AttentionResult]:
-    """Computes the formula of query, key and value in float64, and in their dtype."""
-    exact, peer = (
-        reference.attention(*given, **(options or {}))
-        for given in ([tensor.double() for tensor in tensors], tensors)
-    )
-    return exact, peer
 
 
 def in_another_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

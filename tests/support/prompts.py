@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from comparisons import assert_same
 from torch import Tensor
 
 from selfattn_ext import scaled_dot_product_attention
@@ -24,6 +25,7 @@ class Prompt:
     value: Tensor
     mask: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    first: int = 0  # the position of the first query; that of the first key is 0
 
     def attend(self, begin: int, end: int, keys: int | None = None) -> tuple[Tensor, ...]:
         """Computes causal out, weights and log-sum-exp of the queries begin .. end - 1."""
@@ -39,7 +41,7 @@ class Prompt:
             mask,
             is_causal=True,
             enable_gqa=True,
-            query_offset=begin,
+            query_offset=self.first + begin,
             return_weights=True,
             return_lse=True,
             **self.options,
@@ -60,18 +62,6 @@ def prompt(
     return Prompt(query, key, value, mask, options)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-    return tensor.contiguous().view(words)
-
-
-def assert_same(found: Tensor, expected: Tensor, what: object) -> None:
-    """Asserts equal bits, the signs of zeros included; every NaN equals every other."""
-    assert found.shape == expected.shape
-    same = (bits(found) == bits(expected)) | (found.isnan() & expected.isnan())
-    assert bool(same.all()), f"{what}: {int((~same).sum())} of {same.numel()} differ"
-
-
 def assert_cuts(it: Prompt, cuts: list[list[int] | tuple[int, ...]]) -> None:
     """Asserts that every cut of the prompt gives the rows of the whole, and weights at the visible keys."""
     out, weights, lse = it.attend(0, LENGTH)
@@ -79,9 +69,6 @@ def assert_cuts(it: Prompt, cuts: list[list[int] | tuple[int, ...]]) -> None:
         for begin, end in it.chunks(ends):
             rows = slice(begin, end)
             part = it.attend(begin, end)
-            for name, found, whole in (
-                ("out", part[0], out[:, :, rows]),
-                ("weights", part[1].tril(begin), weights[:, :, rows, :end].tril(begin)),
-                ("lse", part[2], lse[:, :, rows]),
-            ):
-                assert_same(found, whole, f"{name} of rows {begin} to {end}")
+            found = part[0], part[1].tril(begin), part[2]
+            whole = out[:, :, rows], weights[:, :, rows, :end].tril(begin), lse[:, :, rows]
+            assert_same(found, whole, f"of rows {begin} to {end}")
