@@ -204,6 +204,18 @@ def formula(
         return reference.attention(query, key, value, mask, **options)
 
 
+def options_of(heads: int) -> dict[str, dict[str, Any]]:
+    """Returns the package's own options, of which tests take every pair."""
+    return {
+        "causal": {"is_causal": True, "query_offset": 3},
+        "window": {"window_size": (19, 14)},
+        "softcap": {"softcap": 1.5},
+        "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2])[:heads]},
+        "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])[:heads]},
+        "scale": {"scale": 0.7},
+    }
+
+
 def tensors(sizes: Sizes, dtype: torch.dtype = torch.float32, kv_heads: int | None = None) -> list[Tensor]:
     batch, heads, length, keys = sizes
     kv_heads = kv_heads or heads

@@ -10,7 +10,14 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from functions import Functions, assert_same_dropout, flex_attention, mask_of, without_compiler
+from functions import (
+    Functions,
+    assert_same_dropout,
+    assert_same_on_threads,
+    flex_attention,
+    mask_of,
+    without_compiler,
+)
 from kv_cache_cases import Step
 from test_flex_functions import DTYPES
 from test_flex_sequences import HEADS, formula, learned, moved
@@ -236,20 +243,17 @@ def test_packed_queries_on_a_cache() -> None:
 
 def test_any_number_of_threads_gives_the_same_bits(one_thread: None) -> None:
     functions = of_positions(torch.float32)
-    results = []
-    for threads, queries in itertools.product((1, 2, 3), (1, 40)):
-        step = Step(
-            lengths=LENGTHS, heads=HEADS, head_dim=16, capacity=180, queries=queries, new=queries, page_size=8
-        )
-        torch.set_num_threads(threads)
+    steps = [
+        Step(lengths=LENGTHS, heads=HEADS, head_dim=16, capacity=180, queries=n, new=n, page_size=8)
+        for n in (1, 40)
+    ]
+
+    def compute() -> list[Tensor]:
+        both = {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
         with torch.no_grad():
-            results.append(
-                attention_with_kvcache(
-                    **step.inputs(), score_mod=functions.score_mod, mask_mod=functions.mask_mod
-                )
-            )
-    for other in results[2:]:
-        assert any(other.shape == first.shape and torch.equal(other, first) for first in results[:2])
+            return [attention_with_kvcache(**step.inputs(), **both) for step in steps]
+
+    assert_same_on_threads(compute)
 
 
 def test_dropout() -> None:

@@ -19,6 +19,7 @@ from functions import (
     formula,
     gradients,
     mask_of,
+    options_of,
     tensors,
     without_compiler,
 )
@@ -55,14 +56,7 @@ def test_groups_of_heads(name: str, kv_heads: int) -> None:
     check(name, (2, 4, 67, 71), kv_heads=kv_heads)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {"is_causal": True, "query_offset": 3},
-    "window": {"window_size": (9, 4)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3])},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0])},
-    "scale": {"scale": 0.7},
-}
+OPTIONS = options_of(2)
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)

@@ -19,6 +19,7 @@ from functions import (
     flex_attention,
     gradients,
     mask_of,
+    options_of,
     without_compiler,
 )
 from functions import formula as formula_of_batch
@@ -196,14 +197,7 @@ def test_heads(kv_heads: int) -> None:
     check("of_sequences", torch.float32, kv_heads)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {"is_causal": True, "query_offset": 3},
-    "window": {"window_size": (19, 14)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2])},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "scale": {"scale": 0.7},
-}
+OPTIONS = options_of(HEADS)
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)
