@@ -41,9 +41,6 @@ ON_CUDA = {"SELFATTN_TEST_DEVICE": "cuda"}
 #: Modules of tests/support/gpu.py whose tests take minutes each on the machine, or run whole networks.
 LONG = ("test_demo.py", "test_examples.py", "test_notebook.py", "test_source_notebooks.py")
 
-#: torch's own compiler makes machine code of torch's operators, by way of Triton: only a GPU runs that.
-OF_TRITON = "tests/with_torch/test_func_transforms.py::test_compile_traces_the_whole_call[inductor]"
-
 OF_CUDA = (
     "test_cuda.py",
     "test_cuda_runtime.py",
@@ -100,7 +97,7 @@ def all_steps() -> dict[str, Step]:
     return {
         "cuda": Step(OF_CUDA, ("-k", "not memory")),
         "memory": MEMORY,
-        "device": Step(on_cuda, ("--deselect", OF_TRITON), ON_CUDA),
+        "device": Step(on_cuda, variables=ON_CUDA),
         "errors": ERRORS,
         "long": Step(LONG, variables=ON_CUDA),
         "races": Step(races, OF_NO_RACES, {"SELFATTN_PTX_RACES": "1", "SELFATTN_PTX_SCHEDULE": "7"}),

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.testing", "torch.distributed.tensor", "selfattn_ext.distributed"]
+PRELOADED = ["torch.testing", "torch._dynamo.backends.debugging", "selfattn_ext.distributed"]
 #: How many seconds the processes wait for each other.
 TIMEOUT = 60
 

@@ -1,4 +1,4 @@
-"""If one rank calls differently, every rank gets an error that names it, and none waits."""
+"""If calls of one rank or of all are refused, every rank gets an error that says so, and none waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import Processes, group_of
-from torch import nn
+from torch import nn, zeros
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.xdist_group("split_attention")
 
 Call = Callable[[], Any]
 
-X = torch.zeros(1, 2, 8, 8)
-ROWS = torch.zeros(8, 2, 8)
+X = zeros(1, 2, 8, 8)
+ROWS = zeros(8, 2, 8)
 STARTS = torch.tensor([0, 16])
 OTHERS = torch.tensor([0, 8, 16])
 
 
 def meta() -> torch.Tensor:
-    return torch.zeros(1, 2, 8, 8, device="meta")
+    return zeros(1, 2, 8, 8, device="meta")
 
 
 def under_fake_tensors(attention: Callable[..., Any]) -> None:
@@ -63,18 +63,12 @@ def dense_calls(name: str) -> dict[str, tuple[Call, str]]:
         "window": ({"window_size": (1,)}, "window_size must be a pair"),
         "softcap": ({"softcap": -1.0}, "softcap must be 0"),
         "offset": ({"query_offset": 1.5}, "query_offset must be an int"),
-        "slopes": ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes of shape \(3,\) does not broadcast"),
-        "sinks": ({"sinks": torch.zeros(2, dtype=torch.int64)}, "sinks must be float64"),
-        "rows of a mask": ({"attn_mask": torch.zeros(3, 16)}, "attn_mask must have this rank's 8 rows"),
-        "heads of a mask": (
-            {"attn_mask": torch.zeros(3, 8, 16)},
-            r"attn_mask of shape \(3, 8, 16\) does not",
-        ),
-        "batch of a mask": (
-            {"attn_mask": torch.zeros(4, 1, 8, 16)},
-            r"attn_mask of shape \(4, 1, 8, 16\) does",
-        ),
-        "dtype of a mask": ({"attn_mask": torch.zeros(8, 16, dtype=torch.int32)}, "attn_mask must be bool"),
+        "slopes": ({"alibi_slopes": zeros(3)}, r"alibi_slopes of shape \(3,\) does not broadcast"),
+        "sinks": ({"sinks": zeros(2, dtype=torch.int64)}, "sinks must be float64"),
+        "rows of a mask": ({"attn_mask": zeros(3, 16)}, "attn_mask must have this rank's 8 rows"),
+        "heads of a mask": ({"attn_mask": zeros(3, 8, 16)}, r"attn_mask of shape \(3, 8, 16\) does not"),
+        "batch of a mask": ({"attn_mask": zeros(4, 1, 8, 16)}, r"attn_mask of shape \(4, 1, 8, 16\) does"),
+        "dtype of a mask": ({"attn_mask": zeros(8, 16, dtype=torch.int32)}, "attn_mask must be bool"),
     }
     found: dict[str, tuple[Call, str]] = {
         what: (partial(attention, X, X, X, **given), own) for what, (given, own) in options.items()
@@ -91,14 +85,8 @@ def dense_calls(name: str) -> dict[str, tuple[Call, str]]:
         "sparse": (lambda: attention(X.to_sparse(), X, X), "query must be a dense tensor"),
         "one dimension": (lambda: attention(X[0, 0, 0], X, X), "query must have at least 2 dimensions"),
         "heads": (lambda: attention(X, X[:, [0, 0, 0]], X[:, [0, 0, 0]]), "query has 2 heads"),
-        "vmap": (
-            lambda: torch.vmap(attention)(*3 * (X[None],)),
-            "torch.func transforms, vmap included, cannot",
-        ),
-        "grad": (
-            lambda: torch.func.grad(lambda x: attention(x, X, X).sum())(X),
-            "torch.func transforms, vmap",
-        ),
+        "vmap": (lambda: torch.vmap(attention)(*3 * (X[None],)), "torch.func transforms, vmap included"),
+        "grad": (lambda: torch.func.grad(lambda x: attention(x, X, X).sum())(X), "torch.func transforms"),
         "tangent": (lambda: with_a_tangent(attention), "query has a tangent"),
         "fake": (lambda: under_fake_tensors(attention), "FakeTensor"),
     }
@@ -109,22 +97,25 @@ def packed_calls() -> dict[str, tuple[Call, str]]:
         given = (*arguments, *(ROWS, ROWS, ROWS, STARTS)[len(arguments) :])
         return lambda: ring_varlen_attention(*given, **options)
 
+    def mask_for_two(*shape: int, **options: Any) -> Call:
+        return attention(ROWS, ROWS, ROWS, torch.tensor([0, 4, 16]), zeros(shape, **options))
+
     return {
         "layout": (attention(layout="stripes"), "layout must be one of"),
         "keyword": (attention(query_offset=0), "unexpected keyword argument 'query_offset'"),
         "is_causal": (attention(is_causal=None), "is_causal must be a bool"),
         "group": (attention(group=0), "group must be a ProcessGroup, a DeviceMesh or None, not int"),
-        "rows": (attention(ROWS[:5], ROWS[:5], ROWS[:5]), "rank 1 has 5 rows of query and 5 of key"),
+        "rows": (attention(ROWS[:5], ROWS[:5], ROWS[:5]), r"rank \d has 5 rows of query and 5 of key"),
         "no offsets": (attention(ROWS, ROWS, ROWS, None), "cu_seqlens must be a tensor"),
         "float offsets": (attention(ROWS, ROWS, ROWS, STARTS.float()), "cu_seqlens must be integers"),
-        "meta offsets": (
-            attention(ROWS, ROWS, ROWS, STARTS.to("meta")),
-            "cu_seqlens must be integers on the",
-        ),
+        "meta offsets": (attention(ROWS, ROWS, ROWS, STARTS.to("meta")), "must be integers on the"),
         "falling offsets": (attention(ROWS, ROWS, ROWS, torch.tensor([0, 20, 16])), "and never fall"),
         "later offsets": (attention(ROWS, ROWS, ROWS, STARTS + 1), "cu_seqlens must begin with 0"),
-        "more rows": (attention(ROWS, ROWS, ROWS, torch.tensor([0, 24])), "rank 1 has 8 rows of query"),
-        "mask": (attention(attn_mask=torch.zeros(8, 3)), r"attn_mask of shape \(8, 3\) does not broadcast"),
+        "more rows": (attention(ROWS, ROWS, ROWS, torch.tensor([0, 24])), r"rank \d has 8 rows of query"),
+        "mask": (attention(attn_mask=zeros(8, 3)), r"attn_mask of shape \(8, 3\) does not broadcast"),
+        "keys of all": (mask_for_two(8, 16), r"\(8, 16\) does not broadcast to \(2, 8, 12\)"),
+        "mask of each": (mask_for_two(2, 1, 8, 12), r"does not broadcast to \(2, 8, 12\)"),
+        "integers": (mask_for_two(8, 12, dtype=torch.int64), r"must be bool \(True = attend\) or float64"),
         "dimensions": (attention(X), "query"),
         "meta": (attention(*3 * (ROWS.to("meta"),)), "meta device"),
         "vmap": (lambda: torch.vmap(lambda x: attention(x)())(ROWS[None]), "torch.func transforms, vmap"),
@@ -157,22 +148,16 @@ def torchs_flex() -> None:
 
 def rotary() -> None:
     layer = selfattn_ext.MultiheadAttention(16, 2, rotary=True, batch_first=True)
-    layer(*3 * (torch.zeros(1, 8, 16),), need_weights=False)
+    layer(*3 * (zeros(1, 8, 16),), need_weights=False)
 
 
-def calls_that_cannot_be_split() -> dict[str, tuple[Call, str]]:
-    """Returns calls that would take a part for the whole sequence, and what their errors say."""
+def block_calls() -> dict[str, tuple[Call, str]]:
+    """Returns wrong calls in a block of context_parallel: most would take a part for the whole sequence."""
     attention, varlen = selfattn_ext.scaled_dot_product_attention, selfattn_ext.varlen_attention
     packed = (ROWS, ROWS, ROWS, STARTS)
     found: dict[str, tuple[Call, str]] = {
-        "weights": (
-            lambda: attention(X, X, X, return_weights=True),
-            "attention that returns its weights cannot be split",
-        ),
-        "attention_weights": (
-            lambda: selfattn_ext.attention_weights(X, X),
-            "attention_weights cannot be split",
-        ),
+        "weights": (lambda: attention(X, X, X, return_weights=True), "returns its weights cannot be split"),
+        "attention_weights": (lambda: selfattn_ext.attention_weights(X, X), "weights cannot be split"),
         "attention_scores": (lambda: selfattn_ext.attention_scores(X, X), "attention_scores cannot be split"),
         "masked_softmax": (lambda: selfattn_ext.masked_softmax(X), "masked_softmax cannot be split"),
         "flex": (lambda: selfattn_ext.flex_attention(X, X, X), "flex_attention cannot be split"),
@@ -185,18 +170,12 @@ def calls_that_cannot_be_split() -> dict[str, tuple[Call, str]]:
         "rotary": (rotary, "counts rotary positions itself cannot be split"),
         "CausalBias": (
             lambda: attention(X, X, X, causal_lower_right(8, 8)),
-            "a CausalBias, which is made for the lengths of parts, cannot be split",
+            "a CausalBias, .*cannot be split",
         ),
-        "needed weights": (
-            lambda: nn.MultiheadAttention(16, 2)(*3 * (torch.zeros(8, 16),)),
-            "with need_weights=True cannot be split",
-        ),
-        "packed lengths": (
-            lambda: varlen(*packed, OTHERS, 16, 8),
-            "different lengths of queries and keys cannot be split",
-        ),
+        "needed weights": (lambda: nn.MultiheadAttention(16, 2)(*3 * (zeros(8, 16),)), "need_weights=True"),
+        "packed lengths": (lambda: varlen(*packed, OTHERS, 16, 8), "different lengths .*cannot be split"),
         "packed mask": (
-            lambda: varlen(*packed, STARTS, 16, 16, torch.zeros(16, 16)),
+            lambda: varlen(*packed, STARTS, 16, 16, zeros(16, 16)),
             "varlen_attention with attn_mask, which ring_varlen_attention takes, cannot be split",
         ),
         "packed weights": (
@@ -204,26 +183,20 @@ def calls_that_cannot_be_split() -> dict[str, tuple[Call, str]]:
             "returns its weights cannot be split",
         ),
     }
-    return {what: (partial(in_a_block, call), own) for what, (call, own) in found.items()}
-
-
-def block_calls() -> dict[str, tuple[Call, str]]:
-    """Returns wrong calls in a block of context_parallel, named by their mistakes."""
-    attention, varlen = selfattn_ext.scaled_dot_product_attention, selfattn_ext.varlen_attention
-    found: dict[str, tuple[Call, str]] = {
+    found = {what: (call, f"NotImplementedError: .*{own}") for what, (call, own) in found.items()}
+    found |= {
         "multi-head": (
-            lambda: nn.MultiheadAttention(16, 2)(*3 * (torch.zeros(8, 12),), need_weights=False),
+            lambda: nn.MultiheadAttention(16, 2)(*3 * (zeros(8, 12),), need_weights=False),
             "expecting embedding dimension of 16, but got 12",
         ),
         "no tensor": (lambda: attention(X, X, None), "value must be a torch.Tensor"),
-        "mask of a part": (lambda: attention(X, X, X, torch.zeros(7, 16)), "this rank's 8 rows"),
+        "mask of a part": (lambda: attention(X, X, X, zeros(7, 16)), "this rank's 8 rows"),
         "a part's rows": (
             lambda: varlen(ROWS[1:], ROWS, ROWS, STARTS, STARTS, 16, 16),
-            "rank 1 has 7 rows of query",
+            r"rank \d has 7 rows of query",
         ),
     }
-    others = {what: (partial(in_a_block, call), own) for what, (call, own) in found.items()}
-    return calls_that_cannot_be_split() | others
+    return {what: (partial(in_a_block, call), own) for what, (call, own) in found.items()}
 
 
 def in_a_block(call: Call) -> Any:
@@ -255,20 +228,22 @@ def wrong_calls(name: str) -> dict[str, tuple[Call, str]]:
     }[name]()
 
 
-def one_rank_calls_otherwise(name: str, what: str) -> tuple[float, str]:
-    """Runs on a rank; returns after how long it got an error, and its text."""
-    good = good_calls()[name]
-    call = wrong_calls(name)[what][0] if dist.get_rank() == 1 else good
-    said = ""
-    begin = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    took = time.monotonic() - begin
-    # The group works as before.
-    good()
-    return took, said
+def refused(name: str, what: str) -> list[tuple[float, str]]:
+    """Runs on a rank; returns after how long it got an error, and its text, if rank 1 calls wrongly, and if
+    both ranks do.
+    """
+    good, wrong = good_calls()[name], wrong_calls(name)[what][0]
+    found = []
+    for call in (wrong if dist.get_rank() == 1 else good, wrong):
+        said = ""
+        begin = time.monotonic()
+        try:
+            call()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        found.append((time.monotonic() - begin, said))
+        good()  # The group works as before.
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -281,14 +256,14 @@ def two() -> Iterator[Processes]:
 @pytest.mark.parametrize(
     ("name", "what"), [(name, what) for name in good_calls() for what in wrong_calls(name)]
 )
-def test_one_rank_is_refused(two: Processes, name: str, what: str) -> None:
-    (waited, others), (took, own) = two(one_rank_calls_otherwise, name, what)
-    assert re.search(wrong_calls(name)[what][1], own)
-    assert (
-        others
-        == f"ValueError: rank 1 has made no call, as its arguments were refused: {own.partition(': ')[2]}"
-    )
-    assert max(waited, took) < 5
+def test_refusals(two: Processes, name: str, what: str) -> None:
+    (heard, other), (own, again) = two(refused, name, what)
+    says = wrong_calls(name)[what][1]
+    for _, text in (other, own, again):
+        assert re.search(says, text)
+    told = f"rank 1 has made no call, as its arguments were refused: {own[1].partition(': ')[2]}"
+    assert heard[1] == f"ValueError: {told}"
+    assert max(took for took, _ in (heard, other, own, again)) < 5
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import both_raise, ranks
-from test_split_agreement import calls_that_cannot_be_split
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -41,6 +41,11 @@ def with_options(x: Tensor, layer: nn.Module) -> Tensor:
 
 def torchs(x: Tensor, layer: nn.Module) -> Tensor:
     return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), None, 0.0, True, scale=0.3)
+
+
+def several(x: Tensor, layer: nn.Module) -> Tensor:
+    """Calls a layer, this package's function and torch's."""
+    return torchs(ours(self_attention(x, layer), layer).transpose(1, 2).flatten(2), layer)
 
 
 def switched(x: Tensor, layer: nn.Module) -> Tensor:
@@ -94,16 +99,15 @@ def compare(call: Callable[[Tensor, nn.Module], Tensor], how: dict[str, Any]) ->
     layer.zero_grad()
     dim = 2 if expected.dim() == 4 else 1
 
-    group = None
-    mesh = None
     how = dict(how)
+    mesh = None
     if how.pop("mesh", None):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
 
     def part(tensor: Tensor, along: int) -> Tensor:
         tensor = tensor.detach()
         if mesh is None:
-            return shard_sequence(tensor, along, group=group, layout=how.get("layout", "zigzag"))
+            return shard_sequence(tensor, along, layout=how.get("layout", "zigzag"))
         outer = shard_sequence(tensor, along, group=mesh["ring"])
         return shard_sequence(outer, along, group=mesh["heads"], layout="contiguous")
 
@@ -143,9 +147,11 @@ def packed(layout: Any) -> None:
     torch.manual_seed(2)
     expected = selfattn_ext.varlen_attention(rows, rows, rows, *call, is_causal=True)
     own = shard_sequence(rows, 0, layout=layout, cu_seqlens=starts)
-    torch._dynamo.reset()
-    compiled = torch.compile(selfattn_ext.varlen_attention, backend="aot_eager")
-    for function in (selfattn_ext.varlen_attention, compiled):
+    functions: list[Any] = [selfattn_ext.varlen_attention]
+    if layout == "zigzag":
+        torch._dynamo.reset()
+        functions.append(torch.compile(selfattn_ext.varlen_attention, backend="aot_eager"))
+    for function in functions:
         torch.manual_seed(2)
         with context_parallel(layout=layout):
             found = function(own, own, own, *call, is_causal=True)
@@ -160,34 +166,22 @@ def test_packed_sequences(layout: str) -> None:
 X = torch.zeros(1, 2, 8, 8)
 
 
-def refused(name: str) -> None:
-    calls_that_cannot_be_split()[name][0]()
-
-
-@pytest.mark.parametrize("name", calls_that_cannot_be_split())
-def test_what_cannot_be_split(name: str) -> None:
-    """Here all ranks make the call; test_split_agreement.py has one rank that makes it."""
-    both_raise(NotImplementedError, calls_that_cannot_be_split()[name][1], refused, name)
-
-
-def compiled(call: Callable[[Tensor, nn.Module], Tensor]) -> None:
+def compiled() -> None:
     """A function compiled before the block is compiled again in it."""
     torch._dynamo.reset()
     layer, x = model(), torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    function = torch.compile(call, backend="aot_eager")
-    expected = call(x, layer)
+    function = torch.compile(several, backend="aot_eager")
+    expected = several(x, layer)
     torch.testing.assert_close(function(x, layer), expected)
-    dim = 2 if expected.dim() == 4 else 1
     for _ in range(2):
         with context_parallel():
             found = function(shard_sequence(x, 1), layer)
-        torch.testing.assert_close(found, shard_sequence(expected, dim))
+        torch.testing.assert_close(found, shard_sequence(expected, 2))
         torch.testing.assert_close(function(x, layer), expected)
 
 
-@pytest.mark.parametrize("call", [ours, torchs, self_attention], ids=lambda call: call.__name__)
-def test_compiled_code_runs_split(call: Any) -> None:
-    ranks(2)(compiled, call)
+def test_compiled_code_runs_split() -> None:
+    ranks(2)(compiled)
 
 
 def compiled_and_refused(name: str) -> None:
@@ -229,10 +223,6 @@ def test_what_is_recomputed_outside_is_refused() -> None:
     both_raise(torch.utils.checkpoint.CheckpointError, "", recomputed_outside)
 
 
-def wrong_arguments(how: dict[str, Any]) -> None:
-    context_parallel(**how)
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -243,7 +233,7 @@ def wrong_arguments(how: dict[str, Any]) -> None:
     ids=str,
 )
 def test_wrong_arguments(how: dict[str, Any], message: str) -> None:
-    both_raise((ValueError, TypeError), message, wrong_arguments, how)
+    both_raise((ValueError, TypeError), message, functools.partial(context_parallel, **how))
 
 
 def outside() -> Tensor:

@@ -85,7 +85,7 @@ def test_a_whole_of_parts_of_which_one_wants_a_gradient(of_rank: int) -> None:
 def second_along(attention: Any, part: Any, losses: Any) -> Tensor:
     """Returns a second derivative, along random numbers, of losses of random numbers' self-attention."""
     generator = torch.Generator().manual_seed(1)
-    x, along = (part(torch.randn(1, 2, 24, 8, generator=generator, dtype=torch.float64)) for _ in range(2))
+    x, along = (part(torch.randn(1, 2, 25, 8, generator=generator, dtype=torch.float64)) for _ in range(2))
     x.requires_grad_()
     (grad,) = torch.autograd.grad(losses(attention(x, x, x)), x, create_graph=True)
     (second,) = torch.autograd.grad((grad * along).sum(), x)
@@ -113,7 +113,7 @@ def second_of_parts() -> None:
 
 def compare_second(function: str) -> None:
     rank = dist.get_rank()
-    owner = unshard_sequence(torch.full((12,), rank), 0)
+    owner = unshard_sequence(torch.full_like(shard_sequence(torch.arange(25), 0), rank), 0)
 
     def of_all(out: Tensor) -> Tensor:
         return of_loss(out[:, :, owner == 0], 0) + of_loss(out[:, :, owner == 1], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from processes import both_raise, group_of, ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from selfattn_ext import distributed, scaled_dot_product_attention
-from selfattn_ext.distributed import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
+from selfattn_ext.distributed import ring_attention, shard_sequence, unshard_sequence
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 
@@ -70,24 +71,16 @@ def causal_on_rank_0(name: str) -> Any:
 #: name -> (rank 1's different part of a sequence, its options, what the error says).
 UNLIKE_PARTS: dict[str, tuple[torch.Tensor, dict[str, Any], str]] = {
     "dtype": (torch.zeros(8, 3, 2).double(), {}, r"dtype is torch\.float32 on rank 0 and torch\.float64 on"),
-    "heads": (
-        torch.zeros(8, 4, 2),
-        {},
-        r"the shape without the rows is \[3, 2\] on rank 0 and \[4, 2\] on rank 1",
-    ),
+    "heads": (torch.zeros(8, 4, 2), {}, r"the shape without the rows is \[3, 2\] on rank 0 and \[4, 2\] on"),
     "dimensions": (torch.zeros(8, 3), {}, r"the shape without the rows is \[3, 2\] on rank 0 and \[3\] on"),
     "dim": (torch.zeros(3, 8, 2), {"dim": 1}, r"dim is 0 on rank 0 and 1 on rank 1"),
     "layout": (torch.zeros(8, 3, 2), {"layout": "head-tail"}, r"layout is zigzag on rank 0 and head-tail on"),
     "offsets": (
         torch.zeros(8, 3, 2),
         {"cu_seqlens": torch.tensor([0, 16])},
-        r"cu_seqlens is None on rank 0 and \(0, 16\) on rank 1",
+        r"None on rank 0 and \(0, 16\) on",
     ),
-    "rows": (
-        torch.zeros(9, 3, 2),
-        {},
-        r"the ranks have \[8, 9\] rows of tensor, but the zigzag layout of 17",
-    ),
+    "rows": (torch.zeros(9, 3, 2), {}, r"ranks have \[8, 9\] rows of tensor, but the zigzag layout of 17"),
 }
 
 
@@ -174,29 +167,10 @@ def test_all_ranks_of_a_mesh_hear_of_it(refusing: int, block: bool) -> None:
     assert found == [own if rank == refusing else said for rank in range(4)]
 
 
-def wrong_call(name: str, options: dict[str, Any]) -> Any:
-    return call(name, **options)
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layout": "stripes"}, r"layout must be one of zigzag, contiguous, head-tail, but it is 'stripes'"),
-        ({"rotate": "alltoall"}, r"rotate must be one of p2p, allgather, but it is 'alltoall'"),
-        ({"group": "cp"}, r"group must be a ProcessGroup, a DeviceMesh or None, not str"),
-        ({"attn_mask": torch.zeros(3, 16)}, r"attn_mask must have this rank's 8 rows, or one, but its shape"),
-        (
-            {"attn_mask": torch.zeros(8, 8)},
-            r"attn_mask of shape \(1, 1, 8, 8\) does not broadcast to \(1, 2, 8, 16\)",
-        ),
-        ({"dropout_p": 1.5}, r"dropout_p must lie between 0 and 1"),
-        ({"window_size": (1,)}, r"window_size"),
-    ],
-    ids=str,
-)
-def test_wrong_calls(name: str, options: dict[str, Any], message: str) -> None:
-    both_raise((ValueError, TypeError), message, wrong_call, name, options)
+def test_a_mask_without_the_keys_of_all_ranks(name: str) -> None:
+    says = r"attn_mask of shape \(1, 1, 8, 8\) does not broadcast to \(1, 2, 8, 16\)"
+    both_raise(ValueError, says, partial(call, name, attn_mask=torch.zeros(8, 8)))
 
 
 def part_of_a_dtensor(name: str) -> Any:
@@ -220,9 +194,8 @@ def test_a_mesh_of_two_dimensions() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_without_a_group(name: str) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"torch\.distributed is not initialised: call .*init_process_group"
-    ):
+    says = r"torch\.distributed is not initialised: call .*init_process_group"
+    with pytest.raises(RuntimeError, match=says):
         call(name)
 
 
@@ -310,24 +283,3 @@ def test_there_and_back(length: int, layout: str) -> None:
     for count in (2, 3):
         ranks(count)(there_and_back, length, 1, layout)
         ranks(count)(there_and_back, length, 0, layout)
-
-
-def second_along(function: Any, part: Any) -> torch.Tensor:
-    """Returns a second derivative of random numbers' self-attention, along random numbers."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (1, 2, 13, 8)
-    x, weights, along = (part(torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(3))
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad((function(x, x, x) * weights).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad((grad * along).sum(), x)
-    return second
-
-
-def ulysses_second_derivative() -> None:
-    expected = second_along(scaled_dot_product_attention, lambda tensor: tensor)
-    found = second_along(ulysses_attention, lambda tensor: shard_sequence(tensor, 2))
-    torch.testing.assert_close(found, shard_sequence(expected, 2))
-
-
-def test_ulysses_has_second_derivatives() -> None:
-    ranks(2)(ulysses_second_derivative)

@@ -103,53 +103,43 @@ def test_a_step_of_training(length: int, balanced: bool, rotate: str, options: d
         ranks(count)(compare, length, balanced, rotate, options)
 
 
-def dropped(length: int) -> tuple[Tensor, Tensor]:
-    """Returns the result with dropout, and the input's rows that belong to it."""
+def of_rank(length: int, options: dict[str, Any], only: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns a rank's result, and the input's rows that belong to it; ``only`` this rank has options."""
     x = torch.randn(1, length, 24, generator=torch.Generator().manual_seed(1))
     model, mesh = Model(), init_device_mesh("cpu", (2,))
+    if only not in (None, mesh.get_rank()):
+        options = {}
     with activated(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]), torch.no_grad():
         torch.manual_seed(3)
-        return model(x, is_causal=True, dropout_p=0.5), x.clone()
+        return model(x, **options), x.clone()
+
+
+DROPOUT = {"is_causal": True, "dropout_p": 0.5}
 
 
 def test_dropout_has_the_pattern_of_one_process() -> None:
-    parts, rows = zip(*ranks(2)(dropped, 32), strict=True)
+    parts, rows = zip(*ranks(2)(of_rank, 32, DROPOUT), strict=True)
     x = torch.randn(1, 32, 24, generator=torch.Generator().manual_seed(1))
     model = Model()
     torch.manual_seed(3)
     with as_sdpa(), torch.no_grad():
-        expected = model(x, is_causal=True, dropout_p=0.5)
+        expected = model(x, **DROPOUT)
     order = torch.cat([torch.arange(8), torch.arange(24, 32), torch.arange(8, 24)])
     torch.testing.assert_close(torch.cat(rows, 1), x[:, order])
     torch.testing.assert_close(torch.cat(parts, 1), expected[:, order])
 
 
-def masked() -> None:
-    x = torch.zeros(1, 16, 24)
-    mesh = init_device_mesh("cpu", (2,))
-    with activated(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-        Model()(x, attn_mask=torch.zeros(8, 8))
-
-
-def masked_on_rank_1() -> None:
-    x = torch.zeros(1, 16, 24)
-    mesh = init_device_mesh("cpu", (2,))
-    options = {"attn_mask": torch.zeros(7, 16)} if mesh.get_rank() == 1 else {}
-    with activated(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-        Model()(x, **options)
-
-
 @pytest.mark.parametrize(
-    ("function", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (dropped, (24,), r"dropout needs spans that begin at multiples of 4 rows"),
-        (masked, (), r"attn_mask of shape .* the keys of all ranks"),
-        (masked_on_rank_1, (), r"attn_mask must have this rank's 8 rows, or one"),
+        ((24, DROPOUT), r"dropout needs spans that begin at multiples of 4 rows"),
+        ((16, {"attn_mask": torch.zeros(8, 8)}), r"attn_mask of shape .* the keys of all ranks"),
+        ((16, {"attn_mask": torch.zeros(7, 16)}, 1), r"attn_mask must have this rank's 8 rows, or one"),
     ],
     ids=["dropout", "mask", "mask of one rank"],
 )
-def test_what_is_refused(function: Any, arguments: tuple[Any, ...], message: str) -> None:
-    both_raise(ValueError, message, function, *arguments)
+def test_what_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    both_raise(ValueError, message, of_rank, *arguments)
 
 
 def sharded(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs: bool) -> None:

@@ -1,20 +1,24 @@
 """Score functions that people use, as torch's flex_attention takes them, and their formula.
 
 Each is made for sizes (B, H, L, S) and for the dtype of the tensors that it learns. The formula is attention
-that computes all scores at once.
+that computes all scores at once. The other functions are the steps that tests of score functions share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import gpu
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from selfattn_ext import flex, reference
+from selfattn_ext.flex import compiler, kernel_calls
 from selfattn_ext.flex.indexing import Indexing
 
 
@@ -198,3 +202,80 @@ def formula(
             score_mod = functions.score_mod
             options["score_function"] = lambda scores: mapped(score_mod, scores)
         return reference.attention(query, key, value, mask, **options)
+
+
+def options_of(heads: int) -> dict[str, dict[str, Any]]:
+    """Returns the package's own options, of which tests take every pair."""
+    return {
+        "causal": {"is_causal": True, "query_offset": 3},
+        "window": {"window_size": (19, 14)},
+        "softcap": {"softcap": 1.5},
+        "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2])[:heads]},
+        "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])[:heads]},
+        "scale": {"scale": 0.7},
+    }
+
+
+def tensors(sizes: Sizes, dtype: torch.dtype = torch.float32, kv_heads: int | None = None) -> list[Tensor]:
+    batch, heads, length, keys = sizes
+    kv_heads = kv_heads or heads
+    shapes = ((batch, heads, length, 16), (batch, kv_heads, keys, 16), (batch, kv_heads, keys, 24))
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def mask_of(functions: Functions, sizes: Sizes, block_size: int | tuple[int, int]) -> BlockMask | None:
+    if functions.mask_mod is None:
+        return None
+    return create_block_mask(functions.mask_mod, *sizes, device=gpu.DEVICE, BLOCK_SIZE=block_size)
+
+
+def gradients(out: Tensor, given: Sequence[Tensor], learned: Sequence[Tensor] = ()) -> list[Tensor]:
+    leaves, weights = [*given, *learned], torch.arange(out.size(-1)) % 5 - 1
+    total = (out * weights).sum()
+    return list(torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True))
+
+
+def assert_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    """Asserts equal bits."""
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(one, other), index
+
+
+def assert_same_on_threads(compute: Callable[[], Sequence[Tensor]]) -> None:
+    """Asserts that one, two and three threads compute the same bits. The fixture one_thread restores them."""
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(compute())
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+def assert_derivatives(attend: Callable[..., Tensor], given: Sequence[Tensor], learned: Tensor) -> None:
+    """Compares first and second derivatives, forward mode and torch.func's with finite differences."""
+    assert torch.autograd.gradcheck(attend, (*given, learned), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, (*given, learned), fast_mode=True)
+    eager = torch.autograd.grad(attend(*given, learned).sin().sum(), given)
+    transformed = torch.func.grad(lambda *a: attend(*a, learned).sin().sum(), (0, 1, 2))(*given)
+    torch.testing.assert_close(transformed, eager)
+
+
+def assert_same_dropout(attend: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    """Asserts that dropout has the same pattern with a function and without; returns the last results."""
+    patterns = []
+    for score_mod in (None, lambda s, b, h, q, kv: s * 1.5 - (q - kv) * 0.05):
+        torch.manual_seed(3)
+        out, weights = attend(score_mod=score_mod, dropout_p=0.4, return_weights=True)
+        patterns.append(weights == 0)
+    assert torch.equal(*patterns)
+    return out, weights
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no function be compiled until the test ends, and forgets that a warning said so."""
+
+    def refuse(source: str) -> str:
+        raise compiler.CompilerError("no compiler today")
+
+    monkeypatch.setattr(compiler, "load", refuse)
+    monkeypatch.setattr(kernel_calls, "_warned", set())

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from functions import ALL, Functions, formula
+from functions import ALL, Functions, assert_same, gradients, mask_of, tensors
+from test_flex_functions import judge
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn.attention import flex_attention as module
@@ -36,15 +37,9 @@ SWITCHES = [pytest.param(activated, id="activated"), pytest.param(selfattn_ext.a
 Switch = Callable[[], Any]
 
 
-def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    batch, heads, length, keys = SIZES
-    shapes = ((batch, heads, length, 16), (batch, heads, keys, 16), (batch, heads, keys, 24))
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-
-
 def is_ours() -> bool:
     """Says whether a gradient on the CPU is computed, which torch's own function refuses."""
-    given = tensors()
+    given = tensors(SIZES)
     try:
         module.flex_attention(*given).sum().backward()
     except NotImplementedError:
@@ -56,17 +51,8 @@ def everything_touched() -> dict[str, Any]:
     """Returns all objects that the switch replaces or might replace, to be compared by identity."""
     operator = torch.ops.higher_order.flex_attention
     seen: dict[str, Any] = {}
-    for name in dir(flex_attention):
-        if name in (
-            "__code__",
-            "__defaults__",
-            "__kwdefaults__",
-            "__dict__",
-            "__globals__",
-            "__closure__",
-            "__module__",
-        ):
-            seen[name] = id(getattr(flex_attention, name))
+    for name in ("code", "defaults", "kwdefaults", "dict", "globals", "closure", "module"):
+        seen[name] = id(getattr(flex_attention, f"__{name}__"))
     seen |= {f"torch.nn.attention.flex_attention.{name}": id(value) for name, value in vars(module).items()}
     for table in ("py_kernels", "python_key_table", "functorch_table"):
         entries = getattr(operator, table)
@@ -90,7 +76,7 @@ def test_is_restored(switch: Switch) -> None:
 def test_is_restored_after_an_exception(switch: Switch) -> None:
     before = everything_touched()
     with pytest.raises(ValueError, match="four dimensions"), switch():
-        flex_attention(*(tensor[0] for tensor in tensors()))
+        flex_attention(*(tensor[0] for tensor in tensors(SIZES)))
     assert everything_touched() == before
 
 
@@ -155,36 +141,20 @@ def test_another_function_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -
         torch_flex._torchs()
 
 
-def gradients(out: Tensor, given: list[Tensor], learned: list[Tensor]) -> list[Tensor]:
-    weights = torch.arange(out.size(-1)) % 5 - 1
-    return list(torch.autograd.grad((out * weights).sum(), [*given, *learned]))
-
-
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("name", ["documents", "learned_alibi", "of_queries_and_keys", "conjunction"])
 def test_trains(switch: Switch, name: str) -> None:
     functions: Functions = ALL[name](SIZES, torch.float64)
-    mask = None
-    if functions.mask_mod is not None:
-        mask = create_block_mask(functions.mask_mod, *SIZES, device="cpu", BLOCK_SIZE=16)
-    given = tensors(torch.float64)
+    mask = mask_of(functions, SIZES, 16)
+    given = tensors(SIZES, torch.float64)
     with switch():
         out = flex_attention(*given, functions.score_mod, mask)
-    expected = formula(*given, functions).out
-    results = zip(
-        [out, *gradients(out, given, functions.learned)],
-        [expected, *gradients(expected, given, functions.learned)],
-        strict=True,
-    )
-    for index, (result, right) in enumerate(results):
-        assert_accurate(
-            f"{name} {index}", result.detach(), right.detach(), terms=float(right.detach().abs().max()) * 16
-        )
+    judge(name, out, given, functions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_agrees_with_torch(dtype: torch.dtype) -> None:
-    given = [tensor.detach() for tensor in tensors(dtype)]
+    given = [tensor.detach() for tensor in tensors(SIZES, dtype)]
     capped = ALL["softcap"](SIZES, dtype)
     mask = create_block_mask(lambda b, h, q, kv: q + 5 >= kv, *SIZES, device="cpu", BLOCK_SIZE=16)
     arguments = (*given, capped.score_mod, mask, 0.3)
@@ -197,7 +167,7 @@ def test_agrees_with_torch(dtype: torch.dtype) -> None:
 
 
 def test_gives_what_torch_gives_beside_the_output() -> None:
-    given = tensors()
+    given = tensors(SIZES)
     detached = [tensor.detach() for tensor in given]
     with selfattn_ext.as_flex():
         out, lse = flex_attention(*given, return_lse=True)
@@ -217,24 +187,23 @@ def test_gives_what_torch_gives_beside_the_output() -> None:
 
 
 def test_checkpointing_computes_gradients_of_captured_tensors() -> None:
-    given, slopes = tensors(), torch.randn(3, requires_grad=True)
+    given, slopes = tensors(SIZES), torch.randn(3, requires_grad=True)
+    leaves = [*given, slopes]
 
     def layer(*given: Tensor) -> Any:
         sizes = slopes.exp()
         return flex_attention(*given, lambda s, b, h, q, kv: s - sizes[h] * (q - kv).abs())
 
     with selfattn_ext.as_flex():
-        right = gradients(layer(*given), given, [slopes])
-        result = gradients(
-            torch.utils.checkpoint.checkpoint(layer, *given, use_reentrant=False), given, [slopes]
-        )
-    assert all(torch.equal(one, other) for one, other in zip(result, right, strict=True))
+        right = gradients(layer(*given), leaves)
+        out = torch.utils.checkpoint.checkpoint(layer, *given, use_reentrant=False)
+        assert_same(gradients(out, leaves), right)
 
 
 @pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 def test_functions_as_programs_write_them() -> None:
     """These index tensors one dimension at a time, partly by constants, and divide by captured integers."""
-    given = [tensor.detach() for tensor in tensors()]
+    given = [tensor.detach() for tensor in tensors(SIZES)]
     mask, widths = torch.randn(2, 1, 40, 45), torch.tensor([3, 4, 5])
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -263,12 +232,16 @@ def nested() -> list[Tensor]:
     return [torch.nested.nested_tensor(parts, layout=torch.strided) for _ in range(3)]
 
 
+def detached(*dtypes: torch.dtype) -> list[Tensor]:
+    return [tensor.detach().to(dtype) for tensor, dtype in zip(tensors(SIZES), dtypes, strict=True)]
+
+
 NOT_TAKEN: dict[str, Callable[[], list[Tensor]]] = {
-    "another device": lambda: [tensor.detach().to("meta") for tensor in tensors()],
-    "integers": lambda: [tensor.detach().long() for tensor in tensors()],
-    "unlike dtypes": lambda: [*(tensor.detach() for tensor in tensors()[:2]), tensors()[2].detach().double()],
+    "another device": lambda: [tensor.to("meta") for tensor in detached(*[torch.float32] * 3)],
+    "integers": lambda: detached(*[torch.int64] * 3),
+    "unlike dtypes": lambda: detached(torch.float32, torch.float32, torch.float64),
     "nested": nested,
-}  # fmt: skip
+}
 
 
 def outcome(given: list[Tensor]) -> Any:
@@ -288,7 +261,7 @@ def test_what_is_not_taken_stays_torchs(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_subclasses_stay_torchs() -> None:
-    given = [tensor.detach().as_subclass(Subclass) for tensor in tensors()]
+    given = [tensor.detach().as_subclass(Subclass) for tensor in tensors(SIZES)]
     right = flex_attention(*given)
     with selfattn_ext.as_flex():
         assert torch.equal(flex_attention(*given), right)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import ran
 import torch
-from functions import ALL, Functions
+from functions import ALL, assert_same, gradients, mask_of, tensors
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from selfattn_ext import as_flex
 from selfattn_ext.flex import kernel_calls
@@ -26,40 +28,13 @@ def _nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def tensors(dtype: torch.dtype = torch.float32, length: int = SIZES[2]) -> list[Tensor]:
-    batch, heads, _, keys = SIZES
-    shapes = ((batch, heads, length, 16), (batch, heads, keys, 16), (batch, heads, keys, 24))
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-def mask_of(functions: Functions) -> BlockMask | None:
-    if functions.mask_mod is None:
-        return None
-    return create_block_mask(functions.mask_mod, *SIZES, device="cpu", BLOCK_SIZE=16)
-
-
-def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad((out * (torch.arange(out.size(-1)) % 5 - 1)).sum(), leaves))
-
-
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    assert len(first) == len(second)
-    for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        assert torch.equal(one, other), index
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [
-        ("documents", "aot_eager"),
-        ("swin_table", "eager"),
-        ("of_queries_and_keys", "aot_eager"),
-        ("conjunction", "eager"),
-    ],
+    [("documents", "eager"), ("swin_table", "aot_eager"), ("of_queries_and_keys", "eager")],
 )
 def test_trains_like_eager(name: str, backend: str) -> None:
-    functions, given = ALL[name](SIZES, torch.float32), tensors()
-    mask = mask_of(functions)
+    functions, given = ALL[name](SIZES, torch.float32), tensors(SIZES)
+    mask = mask_of(functions, SIZES, 16)
     leaves = [*given, *functions.learned]
     counter = CompileCounterWithBackend(backend)
     with as_flex():
@@ -72,26 +47,19 @@ def test_trains_like_eager(name: str, backend: str) -> None:
 
 def test_kernels_are_the_steps_of_the_graph() -> None:
     """AOTAutograd sees operators that have shapes, not Python functions."""
-    functions, given = ALL["conjunction"](SIZES, torch.float32), tensors()
-    mask = mask_of(functions)
-    graphs: list[list[str]] = []
+    functions, given = ALL["conjunction"](SIZES, torch.float32), tensors(SIZES)
+    mask = mask_of(functions, SIZES, 16)
+    leaves, graphs = [*given, *functions.learned], []
 
-    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def note(graph: torch.fx.GraphModule, example: Any) -> Any:
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    def forget(graph: torch.fx.GraphModule, example: Any) -> Any:
-        from functorch.compile import make_boxed_func
-
-        return make_boxed_func(note(graph, example))
-
-    from torch._dynamo.backends.common import aot_autograd
+        return make_boxed_func(graph.forward)
 
     with as_flex():
-        out = torch.compile(flex_attention, backend=aot_autograd(fw_compiler=forget), fullgraph=True)(
-            *given, functions.score_mod, mask
-        )
-        gradients(out, [*given, *functions.learned])
+        out = flex_attention(*given, functions.score_mod, mask)
+        compiled = torch.compile(flex_attention, backend=aot_autograd(fw_compiler=note), fullgraph=True)
+        result = compiled(*given, functions.score_mod, mask)
+    assert_same([result, *gradients(result, leaves)], [out, *gradients(out, leaves)])
     forward, backward = graphs
     assert "selfattn.attention_forward.default" in forward
     assert "selfattn.block_map.default" in forward
@@ -109,7 +77,7 @@ def test_results_beside_the_output() -> None:
     def with_lse(*given: Tensor) -> Any:
         return flex_attention(*given, return_lse=True)
 
-    given = tensors(torch.bfloat16)
+    given = tensors(SIZES, torch.bfloat16)
     with as_flex():
         out, aux = flex_attention(*given, return_aux=AuxRequest(lse=True, max_scores=True))
         result, also = compiled(*given)
@@ -127,18 +95,16 @@ class Block(nn.Module):
         self.slopes = nn.Parameter(torch.randn(4))
         self.end = nn.Linear(32, 32)
 
-    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
         slopes = self.slopes.exp()
-        out = flex_attention(query, key, value, lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), mask)
+        out = flex_attention(query, key, value, lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs())
         result: Tensor = self.end(out.transpose(1, 2).reshape(x.shape))
         return result
 
 
-def step(
-    model: Callable[..., Tensor], parameters: Iterator[nn.Parameter], x: Tensor, *arguments: Any
-) -> list[Tensor]:
-    out = model(x, *arguments)
+def step(model: Callable[..., Tensor], parameters: Iterator[nn.Parameter], x: Tensor) -> list[Tensor]:
+    out = model(x)
     return [out, *torch.autograd.grad(out.square().sum(), list(parameters))]
 
 
@@ -165,7 +131,7 @@ def test_a_compiled_model() -> None:
 
 
 def test_a_function_compiled_inside_is_torchs_own_outside() -> None:
-    given = [tensor.detach() for tensor in tensors()]
+    given = [tensor.detach() for tensor in tensors(SIZES)]
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter)
     for _ in range(2):
@@ -199,7 +165,7 @@ def test_lengths_and_numbers_that_change() -> None:
         return flex_attention(query, key, value, lambda s, b, h, q, kv: s - (q - kv) // width)
 
     for length, width in ((40, 3), (41, 5), (77, 8)):
-        given = tensors(length=length)
+        given = tensors((2, 3, length, 45))
         with as_flex():
             result = compiled(*given, width)
             out = flex_attention(*given, lambda s, b, h, q, kv, width=width: s - (q - kv) // width)
@@ -213,14 +179,14 @@ def test_lengths_and_numbers_that_change() -> None:
 def test_without_gradients(mode: Any, backend: str) -> None:
     functions = ALL["relative_bias"](SIZES, torch.float32)
     with mode(), as_flex():
-        given = tensors()
+        given = tensors(SIZES)
         out = flex_attention(*given, functions.score_mod)
         result = torch.compile(flex_attention, backend=backend, fullgraph=True)(*given, functions.score_mod)
     assert torch.equal(out, result)
 
 
 def test_autocast() -> None:
-    given = tensors()
+    given = tensors(SIZES)
 
     def cast(*given: Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -235,8 +201,8 @@ def test_autocast() -> None:
 def test_functions_that_cannot_be_compiled() -> None:
     """torch computes them, in graphs too, and their gradients, which its own function refuses on the CPU."""
     table = torch.randn(3, requires_grad=True)
-    given = tensors()
-    mask = mask_of(ALL["documents"](SIZES, torch.float32))
+    given = tensors(SIZES)
+    mask = mask_of(ALL["documents"](SIZES, torch.float32), SIZES, 16)
 
     def compute(*given: Tensor) -> Any:
         return flex_attention(
@@ -250,16 +216,14 @@ def test_functions_that_cannot_be_compiled() -> None:
     with as_flex():
         out, aux = compute(*given)
     leaves = [*given, table]
-    for one, other in zip(
+    torch.testing.assert_close(
         [result, also.lse, also.max_scores, *gradients(result, leaves)],
         [out, aux.lse, aux.max_scores, *gradients(out, leaves)],
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
+    )
 
 
 def test_mistakes_are_named() -> None:
-    given = tensors()
+    given = tensors(SIZES)
     compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu")
     with as_flex():
@@ -286,7 +250,4 @@ def test_packed_documents() -> None:
             out = compiled(*given, block_mask=mask)
             seen = (ids[:, None, :, None] == ids[:, None, None]) & torch.ones(96, 96).tril().bool()
             right = nn.functional.scaled_dot_product_attention(*given, attn_mask=seen)
-            for one, other in zip(
-                [out, *gradients(out, given)], [right, *gradients(right, given)], strict=True
-            ):
-                torch.testing.assert_close(one, other)
+            torch.testing.assert_close([out, *gradients(out, given)], [right, *gradients(right, given)])

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import gpu
 import pytest
 import torch
-from functions import Functions, flex_attention
+from functions import (
+    Functions,
+    assert_same_dropout,
+    assert_same_on_threads,
+    flex_attention,
+    mask_of,
+    without_compiler,
+)
 from kv_cache_cases import Step
 from test_flex_functions import DTYPES
-from test_flex_sequences import HEADS, formula, learned
+from test_flex_sequences import HEADS, formula, learned, moved
 from test_flex_sequences import OPTIONS as OF_SEQUENCES
 from tolerances import assert_accurate
 from torch import Tensor
@@ -21,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import selfattn_ext
 from selfattn_ext import KVCache, backends
-from selfattn_ext.flex import compiler, kernel_calls
+from selfattn_ext.flex import kernel_calls
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
@@ -53,15 +60,6 @@ def nobody(dtype: torch.dtype) -> Functions:
 
 
 ALL = {make.__name__: make for make in (of_positions, of_scores, nobody)}
-
-
-def moved(functions: Functions, number: int, first: int) -> Functions:
-    """Returns the functions as one sequence needs them, whose queries are counted from 0."""
-    score_mod, mask_mod = functions.score_mod, functions.mask_mod
-    return Functions(
-        score_mod and (lambda s, b, h, q, kv: score_mod(s, b + number, h, q + first, kv)),
-        mask_mod and (lambda b, h, q, kv: mask_mod(b + number, h, q + first, kv)),
-    )
 
 
 def check(name: str, offset: Any = None, options: dict[str, Any] | None = None, **fields: Any) -> None:
@@ -142,7 +140,8 @@ def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def of_whole(tensors: list[Tensor]) -> Tensor:
-    mask = create_block_mask(mask_mod, None, None, *(tensors[0].size(2),) * 2, device=gpu.DEVICE)
+    rows = tensors[0].size(2)
+    mask = mask_of(Functions(None, mask_mod), (2, HEADS, rows, rows), 128)
     out: Tensor = flex_attention(*tensors, score_mod, mask)
     return out
 
@@ -244,51 +243,35 @@ def test_packed_queries_on_a_cache() -> None:
 
 def test_any_number_of_threads_gives_the_same_bits(one_thread: None) -> None:
     functions = of_positions(torch.float32)
-    results = []
-    for threads, queries in itertools.product((1, 2, 3), (1, 40)):
-        step = Step(
-            lengths=LENGTHS, heads=HEADS, head_dim=16, capacity=180, queries=queries, new=queries, page_size=8
-        )
-        torch.set_num_threads(threads)
+    steps = [
+        Step(lengths=LENGTHS, heads=HEADS, head_dim=16, capacity=180, queries=n, new=n, page_size=8)
+        for n in (1, 40)
+    ]
+
+    def compute() -> list[Tensor]:
+        both = {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
         with torch.no_grad():
-            results.append(
-                attention_with_kvcache(
-                    **step.inputs(), score_mod=functions.score_mod, mask_mod=functions.mask_mod
-                )
-            )
-    for other in results[2:]:
-        assert any(other.shape == first.shape and torch.equal(other, first) for first in results[:2])
+            return [attention_with_kvcache(**step.inputs(), **both) for step in steps]
+
+    assert_same_on_threads(compute)
 
 
 def test_dropout() -> None:
     tensors = whole()
-    torch.manual_seed(3)
-    plain = attention_with_kvcache(*tensors, dropout_p=0.4, return_weights=True)[1]
-    torch.manual_seed(3)
-    out, weights = attention_with_kvcache(*tensors, dropout_p=0.4, return_weights=True, score_mod=score_mod)
-    assert torch.equal(plain == 0, weights == 0)
+    out, weights = assert_same_dropout(functools.partial(attention_with_kvcache, *tensors))
     torch.testing.assert_close(out, weights @ tensors[2])
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_the_same_without_a_compiler(layout: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str) -> str:
-        raise compiler.CompilerError("no compiler today")
-
-    monkeypatch.setattr(compiler, "load", refuse)
-    monkeypatch.setattr(kernel_calls, "_warned", set())
+    without_compiler(monkeypatch)
     with pytest.warns(UserWarning, match="no compiler today.*takes longer") as warned:
         check("of_positions", queries=4, new=4, page_size=page_size, layout=layout, options=OPTIONS["sinks"])
     assert warned[0].filename == __file__
     check("of_positions", queries=4, new=0, page_size=page_size, layout=layout)
     test_packed_queries_on_a_cache()
-    tensors = whole()
-    torch.manual_seed(3)
-    plain = attention_with_kvcache(*tensors, dropout_p=0.4, return_weights=True)[1]
-    torch.manual_seed(3)
-    weights = attention_with_kvcache(*tensors, dropout_p=0.4, return_weights=True, score_mod=score_mod)[1]
-    assert torch.equal(plain == 0, weights == 0)
+    test_dropout()
 
 
 class TestRefusals:
@@ -307,21 +290,20 @@ class TestRefusals:
     @pytest.mark.parametrize("compile", [True, False])
     def test_what_would_learn(self, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         table = torch.randn(HEADS, 8, requires_grad=True)
-        functions: list[Callable[..., Tensor]] = [lambda s, b, h, q, kv: s * table[h, 0]]
+        warns: Any = contextlib.nullcontext()
         if not compile:
             monkeypatch.setattr(kernel_calls, "_warned", set())
-            functions = [lambda s, b, h, q, kv: s * table[h].sum()]
-        for function in functions:
-            with pytest.raises(ValueError, match=r"no derivatives.*requires grad"), warns(not compile):
-                attention_with_kvcache(*whole(), score_mod=function)
-            with torch.no_grad():
-                attention_with_kvcache(*whole(), score_mod=function)
+            warns = pytest.warns(UserWarning, match="takes longer")
+
+        def function(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return s * (table[h, 0] if compile else table[h].sum())
+
+        with pytest.raises(ValueError, match=r"no derivatives.*requires grad"), warns:
+            attention_with_kvcache(*whole(), score_mod=function)
+        with torch.no_grad():
+            attention_with_kvcache(*whole(), score_mod=function)
 
     def test_indices_beside_a_tensor(self) -> None:
         table = torch.randn(9)
         with pytest.raises(IndexError, match="outside"):
             attention_with_kvcache(*whole(), score_mod=lambda s, b, h, q, kv: s + table[q])
-
-
-def warns(expected: bool) -> Any:
-    return pytest.warns(UserWarning, match="takes longer") if expected else contextlib.nullcontext()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functions import flex_attention
+from functions import assert_same, flex_attention
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
@@ -26,23 +26,16 @@ def _nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    total = sum(result.nan_to_num(neginf=0.0).sin().sum() for result in results if result.requires_grad)
-    assert isinstance(total, Tensor)
-    return list(torch.autograd.grad(total, leaves))
-
-
-def assert_same(compute: Any, leaves: list[Tensor], backend: str, *arguments: Any) -> None:
+def assert_same_in_one_graph(compute: Any, leaves: list[Tensor], *arguments: Any) -> None:
     """Asserts that one graph gives the bits of the eager call and of its gradients."""
-    results = []
-    for each in (compute, torch.compile(compute, backend=backend, fullgraph=True)):
+    found = []
+    for each in (compute, torch.compile(compute, backend="aot_eager", fullgraph=True)):
         torch.manual_seed(1)
-        results.append(each(*arguments))
-    eager, compiled = results
-    pairs = [*zip(compiled, eager, strict=True)]
-    pairs += [*zip(gradients(compiled, leaves), gradients(eager, leaves), strict=True)]
-    for index, (one, other) in enumerate(pairs):
-        assert torch.equal(one, other), index
+        results = each(*arguments)
+        total = sum(result.nan_to_num(neginf=0.0).sin().sum() for result in results if result.requires_grad)
+        assert isinstance(total, Tensor)
+        found.append([*results, *torch.autograd.grad(total, leaves)])
+    assert_same(*found)
 
 
 def test_flex_attention_with_options() -> None:
@@ -57,7 +50,7 @@ def test_flex_attention_with_options() -> None:
         )  # fmt: skip
         return [out, weights, aux.lse, aux.max_scores]
 
-    assert_same(compute, [query, key, value, table, bias], "aot_eager", query, key, value)
+    assert_same_in_one_graph(compute, [query, key, value, table, bias], query, key, value)
 
 
 def test_packed_sequences() -> None:
@@ -72,7 +65,7 @@ def test_packed_sequences() -> None:
         )  # fmt: skip
 
     leaves = [query, key, value, table, slopes]
-    assert_same(compute, leaves, "aot_eager", query, key, value, torch.tensor([0, 5, 5, 14]))
+    assert_same_in_one_graph(compute, leaves, query, key, value, torch.tensor([0, 5, 5, 14]))
 
 
 @pytest.mark.parametrize("cached", ["slots", "pages"])
@@ -91,8 +84,7 @@ def test_caches_stay_outside_of_graphs(cached: str) -> None:
     copies = [cache.clone() for cache in caches]
     eager = compute(query, *caches)
     compiled = torch.compile(compute, backend="eager")(query, *copies)
-    assert torch.equal(compiled, eager)
-    assert all(torch.equal(*pair) for pair in zip(caches, copies, strict=True))
+    assert_same([compiled, *copies], [eager, *caches])
 
 
 def test_functions_that_cannot_be_compiled() -> None:
@@ -100,16 +92,9 @@ def test_functions_that_cannot_be_compiled() -> None:
     query, key, value = (torch.randn(14, 4, 8) for _ in range(3))
     starts = torch.tensor([0, 5, 14])
 
-    def compute(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    def compute(*given: Tensor) -> Any:
         return varlen_attention(
-            query,
-            key,
-            value,
-            starts,
-            starts,
-            9,
-            9,
-            score_mod=lambda s, b, h, q, kv: torch.polygamma(1, s.abs() + 1),
+            *given, starts, starts, 9, 9, score_mod=lambda s, b, h, q, kv: torch.polygamma(1, s.abs() + 1)
         )
 
     kernel_calls._warned.clear()

@@ -2,114 +2,83 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from functions import ALL, Functions, flex_attention, formula
-from test_flex_functions import gradients, judge, mask_of, size_of_terms, tensors
+from functions import (
+    ALL,
+    Functions,
+    assert_derivatives,
+    assert_same,
+    assert_same_dropout,
+    assert_same_on_threads,
+    flex_attention,
+    formula,
+    gradients,
+    mask_of,
+    options_of,
+    tensors,
+    without_compiler,
+)
+from test_flex_functions import check, judge
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, noop_mask
 
 from selfattn_ext import backends
-from selfattn_ext.flex import compiler, kernel_calls
+from selfattn_ext.flex import kernel_calls
 from selfattn_ext.flex.tracing import trace
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
-
-
-def checked(
-    name: str, sizes: Any, dtype: torch.dtype = torch.float32, block_size: Any = 128, **options: Any
-) -> None:
-    # torch sums gradients of 16 bits in 16 bits, too inaccurately to judge ours.
-    functions = ALL[name](sizes, torch.float64 if dtype == torch.float64 else torch.float32)
-    given = tensors(sizes, dtype, options.pop("kv_heads", None))
-    mask = mask_of(functions, sizes, block_size)
-    out = flex_attention(
-        *given, functions.score_mod, mask, enable_gqa=given[0].size(1) != given[1].size(1), **options
-    )
-    judge(name, [out, *gradients(out, given, functions.learned)], given, functions, dtype, **options)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 131])
 @pytest.mark.parametrize("name", ["relative_bias", "documents"])
 def test_lengths(name: str, length: int) -> None:
     for keys in (1, 63, 64, 65, 129):
-        checked(name, (1, 2, length, keys), torch.float64)
+        check(name, (1, 2, length, keys), torch.float64)
 
 
 @pytest.mark.parametrize("isa", backends.cpu_isas())
 def test_instruction_sets(isa: str) -> None:
     with backends.use_cpu_isa(isa):
         for name in ("relative_bias", "conjunction"):
-            checked(name, (2, 2, 70, 131))
-            checked(name, (2, 2, 70, 131), torch.bfloat16)
+            check(name, (2, 2, 70, 131))
+            check(name, (2, 2, 70, 131), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["of_queries_and_keys", "conjunction"])
 def test_groups_of_heads(name: str, kv_heads: int) -> None:
-    checked(name, (2, 4, 67, 71), kv_heads=kv_heads)
+    check(name, (2, 4, 67, 71), kv_heads=kv_heads)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {"is_causal": True, "query_offset": 3},
-    "window": {"window_size": (9, 4)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3])},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0])},
-    "scale": {"scale": 0.7},
-}
+OPTIONS = options_of(2)
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)
 def test_pairs_of_options(pair: tuple[str, str]) -> None:
-    checked("conjunction", (2, 2, 67, 71), block_size=32, **OPTIONS[pair[0]], **OPTIONS[pair[1]])
+    check("conjunction", (2, 2, 67, 71), block_size=32, **OPTIONS[pair[0]], **OPTIONS[pair[1]])
 
 
 def test_gradients_of_options() -> None:
     """The mask, the slopes and the sinks have gradients, besides the tensors that functions learn."""
     sizes = (2, 2, 35, 41)
-    functions = ALL["relative_bias"](sizes, torch.float32)
-    given = tensors(sizes, torch.float32)
+    functions, given = ALL["relative_bias"](sizes, torch.float32), tensors(sizes)
     shapes = {"attn_mask": (2, 1, 35, 41), "alibi_slopes": (2,), "sinks": (2,)}
-    options = {name: torch.rand(shape, requires_grad=True) for name, shape in shapes.items()}
-
-    def results(compute: Any, dtype: torch.dtype) -> list[Tensor]:
-        of_call = [tensor.detach().to(dtype).requires_grad_() for tensor in given]
-        named = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in options.items()}
-        out = compute(*of_call, **named, softcap=2.0)
-        return gradients(out, [*of_call, *named.values()], functions.learned)
-
-    found = results(
-        lambda *given, **named: flex_attention(*given, functions.score_mod, **named), torch.float32
-    )
-    exactly, peer = (
-        results(lambda *given, **named: formula(*given, functions, **named).out, dtype)
-        for dtype in (torch.float64, torch.float32)
-    )
-    terms = size_of_terms(given, functions, alibi_slopes=options["alibi_slopes"].detach().double())
-    for index, (result, right, other) in enumerate(zip(found, exactly, peer, strict=True)):
-        of_sum = (
-            max(float(right.abs().max()), terms / right.numel()) if index > 2 else float(right.abs().max())
-        )
-        assert_accurate(f"gradient {index}", result, right, other, of_sum)
+    options: dict[str, Any] = {name: torch.rand(shape, requires_grad=True) for name, shape in shapes.items()}
+    functions.learned += options.values()
+    options["softcap"] = 2.0
+    judge("options", flex_attention(*given, functions.score_mod, **options), given, functions, **options)
 
 
 def test_dropout_has_the_pattern_of_plain_attention() -> None:
-    query, key, value = tensors((2, 2, 40, 50), torch.float32)
-    from selfattn_ext import scaled_dot_product_attention
-
-    torch.manual_seed(3)
-    plain = scaled_dot_product_attention(query, key, value, dropout_p=0.4, return_weights=True)[1]
-    torch.manual_seed(3)
-    out, weights = flex_attention(
-        query, key, value, lambda score, b, h, q, kv: score * 1.5, dropout_p=0.4, return_weights=True
-    )
-    assert torch.equal(weights == 0, plain == 0)
-    torch.testing.assert_close(out, weights @ value)
+    given = tensors((2, 2, 40, 50))
+    out, weights = assert_same_dropout(functools.partial(flex_attention, *given))
+    torch.testing.assert_close(out, weights @ given[2])
 
 
 def test_statistics() -> None:
@@ -126,13 +95,9 @@ def test_statistics() -> None:
     torch.testing.assert_close(aux.lse, right.lse)
     largest = right.lse + right.weights.amax(-1).log()
     torch.testing.assert_close(aux.max_scores, largest)
-    torch.testing.assert_close(
-        gradients(weights, given[:2], functions.learned),
-        gradients(right.weights, given[:2], functions.learned),
-    )
-    torch.testing.assert_close(
-        gradients(lse, given[:2], functions.learned), gradients(right.lse, given[:2], functions.learned)
-    )
+    leaves = [*given[:2], *functions.learned]
+    for result, expected in ((weights, right.weights), (lse, right.lse)):
+        torch.testing.assert_close(gradients(result, leaves), gradients(expected, leaves))
     functions = ALL["conjunction"](sizes, torch.float32)
     for dtype in (torch.bfloat16, torch.float32):
         rounded = [tensor.detach().to(dtype) for tensor in given]
@@ -161,9 +126,7 @@ def test_what_is_hidden_may_be_nan() -> None:
         given[1][:, :, 64:] = torch.nan
         given[2][:, :, 64:] = torch.inf
     out = flex_attention(*given, functions.score_mod, mask_of(functions, sizes, 16))
-    assert torch.equal(out, clean)
-    for after, then in zip(gradients(out, given, [table]), before, strict=True):
-        assert torch.equal(after, then)
+    assert_same([out, *gradients(out, given, [table])], [clean, *before])
 
 
 def test_rows_that_see_nothing() -> None:
@@ -178,22 +141,15 @@ def test_rows_that_see_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["relative_bias", "swin_table", "temperature", "full_bias"])
-def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
+def test_any_number_of_threads_gives_the_same_bits(name: str, one_thread: None) -> None:
     sizes = (2, 2, 300, 290)
-    functions = ALL[name](sizes, torch.float32)
-    given = tensors(sizes, torch.float32)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            out = flex_attention(*given, functions.score_mod)
-            results.append([out, *gradients(out, given, functions.learned)])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            assert torch.equal(first, second)
+    functions, given = ALL[name](sizes, torch.float32), tensors(sizes)
+
+    def compute() -> list[Tensor]:
+        out = flex_attention(*given, functions.score_mod)
+        return [out, *gradients(out, given, functions.learned)]
+
+    assert_same_on_threads(compute)
 
 
 def test_elements_that_heads_share_in_other_places() -> None:
@@ -202,8 +158,7 @@ def test_elements_that_heads_share_in_other_places() -> None:
     functions = Functions(lambda s, b, h, q, kv: s + table[h, kv] * table[kv, h], learned=[table])
     given = tensors((2, 8, 300, 8), torch.float64)
     assert trace(functions.score_mod, None, torch.float64, torch.device("cpu"), True).exclusive == 0
-    out = flex_attention(*given, functions.score_mod)
-    judge("shared", [out, *gradients(out, given, [table])], given, functions, torch.float64)
+    judge("shared", flex_attention(*given, functions.score_mod), given, functions)
 
 
 def test_second_derivatives_are_those_of_the_formula() -> None:
@@ -215,36 +170,15 @@ def test_second_derivatives_are_those_of_the_formula() -> None:
         )
 
     given = [tensor.detach()[..., :3].requires_grad_() for tensor in tensors((1, 2, 4, 5), torch.float64)]
-    assert torch.autograd.gradcheck(attend, (*given, table))
-    assert torch.autograd.gradgradcheck(attend, (*given, table), fast_mode=True)
-    assert torch.autograd.gradcheck(attend, (*given, table), check_forward_ad=True, check_backward_ad=False)
-    eager = torch.autograd.grad(attend(*given, table).sin().sum(), given)
-    transformed = torch.func.grad(lambda *a: attend(*a, table).sin().sum(), (0, 1, 2))(*given)
-    torch.testing.assert_close(transformed, eager)
-
-
-def test_compiled_programs_have_it_in_their_graphs() -> None:
-    table = torch.randn(2, requires_grad=True)
-    given = tensors((1, 2, 20, 20), torch.float32)
-
-    def program(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return flex_attention(query * 2, key, value, lambda s, b, h, q, kv: s * table[h]).sin()
-
-    eager, compiled = program(*given), torch.compile(program, backend="aot_eager", fullgraph=True)(*given)
-    torch.testing.assert_close(compiled, eager)
-    torch.testing.assert_close(gradients(compiled, given, [table]), gradients(eager, given, [table]))
+    assert_derivatives(attend, given, table)
 
 
 class TestWithoutCompiledFunctions:
     def test_the_same_without_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(source: str) -> str:
-            raise compiler.CompilerError("no compiler today")
-
-        monkeypatch.setattr(compiler, "load", refuse)
-        monkeypatch.setattr(kernel_calls, "_warned", set())
+        without_compiler(monkeypatch)
         monkeypatch.setattr("selfattn_ext.flex.formula._SCORES_AT_ONCE", 2 * 2 * 71 * 10)
         with pytest.warns(UserWarning, match="no compiler today.*takes longer"):
-            checked("conjunction", (2, 2, 67, 71), block_size=32, window_size=(30, 20))
+            check("conjunction", (2, 2, 67, 71), block_size=32, window_size=(30, 20))
 
     def test_functions_of_more_than_numbers(self) -> None:
         """The function computes with rows of a tensor, such as places in space."""
@@ -255,7 +189,7 @@ class TestWithoutCompiledFunctions:
         given = tensors((1, 2, 30, 30), torch.float64)
         with pytest.warns(UserWarning, match="sub.Tensor makes more than a number"):
             out = flex_attention(*given, functions.score_mod)
-        judge("places", [out, *gradients(out, given, [places])], given, functions, torch.float64)
+        judge("places", out, given, functions)
 
 
 class TestRefusals:

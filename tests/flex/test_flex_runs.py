@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from functions import Functions, flex_attention
-from test_flex_functions import gradients, judge, mask_of, tensors
+from functions import Functions, flex_attention, mask_of, tensors
+from test_flex_functions import judge
 from torch import Tensor
 
 from selfattn_ext.flex import kernel_calls, source
@@ -52,16 +52,14 @@ def test_results_and_gradients(name: str, dtype: torch.dtype, stored: torch.dtyp
         return score + read(learned, b, h, q, kv)
 
     given = tensors(SIZES, dtype)
-    out = flex_attention(*given, score_mod)
-    functions = Functions(score_mod, learned=trained)
-    judge(name, [out, *gradients(out, given, trained)], given, functions, dtype)
+    judge(name, flex_attention(*given, score_mod), given, Functions(score_mod, learned=trained))
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_beside_the_tensor(missing: int) -> None:
     """One score reads the table's last element, which is missing in one of the cases."""
     table = torch.randn(ALL - missing)
-    given = tensors(SIZES, torch.float32)
+    given = tensors(SIZES)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score + table[q - kv + KEYS - 1]
@@ -86,7 +84,5 @@ def test_which_functions_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_calls, "source_of", source_of)
     for name, (shape, read) in READS.items():
         learned = torch.randn(shape)
-        flex_attention(
-            *tensors(SIZES, torch.float32), lambda score, *at, t=learned, read=read: score + read(t, *at)
-        )
+        flex_attention(*tensors(SIZES), lambda score, *at, t=learned, read=read: score + read(t, *at))
         assert ("continue;" in written[-1]) == (name not in ("every other one", "both")), name

@@ -10,16 +10,26 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from functions import Functions, flex_attention
+from functions import (
+    Functions,
+    assert_derivatives,
+    assert_same,
+    assert_same_dropout,
+    assert_same_on_threads,
+    flex_attention,
+    gradients,
+    mask_of,
+    options_of,
+    without_compiler,
+)
 from functions import formula as formula_of_batch
-from test_flex_functions import DTYPES, gradients
+from test_flex_functions import DTYPES
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import selfattn_ext
 from selfattn_ext import backends
-from selfattn_ext.flex import compiler, kernel_calls
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
@@ -74,20 +84,23 @@ class Packed:
     def alone(
         self, functions: Functions, compute: Callable[..., Tensor], tensors: Sequence[Tensor], **options: Any
     ) -> Tensor:
-        """Returns out (total, H, Ev), computed by a call for each sequence."""
-        outs = [
-            compute(*self.sequence(b, tensors), _of_sequence(functions, b), **options)[0].transpose(0, 1)
-            for b in range(len(self.lengths))
-        ]
+        """Returns out (total, H, Ev), computed by a call for each sequence, which may have its own mask."""
+        masks = options.pop("attn_mask", None)
+        outs = []
+        for b in range(len(self.lengths)):
+            if masks is not None:
+                options["attn_mask"] = masks[b]
+            out = compute(*self.sequence(b, tensors), moved(functions, b), **options)
+            outs.append(out[0].transpose(0, 1))
         return torch.cat([*outs, outs[0].new_zeros(3, *outs[0].shape[1:])])
 
 
-def _of_sequence(functions: Functions, number: int) -> Functions:
-    """Returns the functions as a call for one sequence needs them."""
+def moved(functions: Functions, number: int, first: int = 0) -> Functions:
+    """Returns the functions as a call for one sequence needs them, whose queries are counted from 0."""
     score_mod, mask_mod = functions.score_mod, functions.mask_mod
     return Functions(
-        score_mod and (lambda s, b, h, q, kv: score_mod(s, b + number, h, q, kv)),
-        mask_mod and (lambda b, h, q, kv: mask_mod(b + number, h, q, kv)),
+        score_mod and (lambda s, b, h, q, kv: score_mod(s, b + number, h, q + first, kv)),
+        mask_mod and (lambda b, h, q, kv: mask_mod(b + number, h, q + first, kv)),
         functions.learned,
     )
 
@@ -104,13 +117,11 @@ def by_formula(*arguments: Any, **options: Any) -> Tensor:
     return out
 
 
-def by_itself(query: Tensor, key: Tensor, value: Tensor, functions: Functions, **options: Any) -> Tensor:
+def by_itself(query: Tensor, key: Tensor, value: Tensor, functions: Functions) -> Tensor:
     """Computes flex_attention for a batch of one."""
-    mask = None
     sizes = (1, HEADS, query.size(2), key.size(2))
-    if functions.mask_mod is not None and query.size(2) and key.size(2):
-        mask = create_block_mask(functions.mask_mod, *sizes, device=gpu.DEVICE, BLOCK_SIZE=16)
-    out: Tensor = flex_attention(query, key, value, functions.score_mod, mask, enable_gqa=True, **options)
+    mask = mask_of(functions, sizes, 16) if 0 not in sizes else None
+    out: Tensor = flex_attention(query, key, value, functions.score_mod, mask, enable_gqa=True)
     return out
 
 
@@ -158,13 +169,10 @@ def check(name: str, dtype: torch.dtype, kv_heads: int = 2, **options: Any) -> N
         judges.append([right, *gradients(right, [*given, *functions.learned])])
     if functions.learned:
         # The gradients of learned tensors are sums over many scores.
-        of_scores = sum(
-            float(gradients(by_formula(*each, part, attn_mask=scores, **options), [scores])[0].abs().sum())
-            for b in range(len(LENGTHS))
-            for each in [packed.sequence(b, [tensor.detach().double() for tensor in packed.tensors])]
-            for part in [_of_sequence(functions, b)]
-            for scores in [torch.zeros(1, HEADS, *packed.lengths[b], dtype=torch.float64, requires_grad=True)]
-        )
+        doubles = [tensor.detach().double() for tensor in packed.tensors]
+        scores = [torch.zeros(1, HEADS, *each, requires_grad=True) for each in packed.lengths]
+        right = packed.alone(functions, by_formula, doubles, attn_mask=scores, **options)
+        of_scores = sum(float(each.abs().sum()) for each in gradients(right, scores))
         terms += [of_scores / tensor.numel() for tensor in functions.learned]
     for index, (result, exact, peer, term) in enumerate(zip(results, *judges, terms, strict=True)):
         largest = max(term, float(exact.detach().abs().max()))
@@ -189,14 +197,7 @@ def test_heads(kv_heads: int) -> None:
     check("of_sequences", torch.float32, kv_heads)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {"is_causal": True, "query_offset": 3},
-    "window": {"window_size": (19, 14)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2])},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "scale": {"scale": 0.7},
-}
+OPTIONS = options_of(HEADS)
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)
@@ -207,15 +208,12 @@ def test_pairs_of_options(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_the_bits_of_calls_of_their_own(name: str, dtype: torch.dtype) -> None:
-    packed, functions = Packed(dtype=dtype), ALL[name](dtype)
+    functions = ALL[name](dtype)
     for lengths in (LENGTHS, LENGTHS[:1], LENGTHS[3:4]):
         packed = Packed(lengths, dtype)
         out = packed.run(functions)
         alone = packed.alone(functions, by_itself, packed.tensors)
-        assert torch.equal(out, alone), lengths
-        first, second = (gradients(each, packed.tensors) for each in (out, alone))
-        for one, other in zip(first, second, strict=True):
-            assert torch.equal(one, other), lengths
+        assert_same([out, *gradients(out, packed.tensors)], [alone, *gradients(alone, packed.tensors)])
 
 
 def test_a_padded_batch_and_documents_of_one_sequence() -> None:
@@ -257,31 +255,23 @@ def test_weights_and_statistics() -> None:
     packed, functions = Packed(dtype=torch.float64), of_sequences(torch.float64)
     out, weights, lse = packed.run(functions, return_weights=True, return_lse=True)
     assert torch.equal(out, packed.run(functions))
-    given, inside = [], torch.zeros(weights.shape, dtype=torch.bool)
+    outside, mine, right = torch.ones(weights.shape, dtype=torch.bool), [], []
     for b, (queries, keys) in enumerate(LENGTHS):
-        right = formula(*packed.sequence(b, packed.tensors), _of_sequence(functions, b))
+        exact = formula(*packed.sequence(b, packed.tensors), moved(functions, b))
         first = int(packed.starts[0][b])
-        torch.testing.assert_close(weights[b, :, :queries, :keys], right.weights[0])
-        torch.testing.assert_close(lse[:, first : first + queries], right.lse[0])
-        inside[b, :, :queries, :keys] = True
-        given.append(
-            (
-                (weights[b, :, :queries, :keys], right.weights[0]),
-                (lse[:, first : first + queries], right.lse[0]),
-            )
-        )
-    assert (weights[~inside] == 0).all()
+        outside[b, :, :queries, :keys] = False
+        mine += [weights[b, :, :queries, :keys], lse[:, first : first + queries]]
+        right += [exact.weights[0], exact.lse[0]]
+    torch.testing.assert_close(mine, right)
+    assert (weights[outside] == 0).all()
     leaves = [*packed.tensors[:2], *functions.learned]
     for which in (0, 1):
-        mine, other = (
-            torch.autograd.grad(
-                sum((each[which][side].nan_to_num(neginf=0.0) ** 2).sum() for each in given),
-                leaves,
-                retain_graph=True,
-            )
-            for side in (0, 1)
+        totals = (
+            sum((each.nan_to_num(neginf=0.0) ** 2).sum() for each in results[which::2])
+            for results in (mine, right)
         )
-        torch.testing.assert_close(mine, other)
+        grads = (torch.autograd.grad(total, leaves, retain_graph=True) for total in totals)
+        torch.testing.assert_close(*grads)
 
 
 def test_masks_with_gradients_beside_functions() -> None:
@@ -289,26 +279,17 @@ def test_masks_with_gradients_beside_functions() -> None:
     packed, functions = Packed(dtype=torch.float64), of_sequences(torch.float64)
     masks = [torch.randn(HEADS, *each, dtype=torch.float64, requires_grad=True) for each in LENGTHS]
     out = packed.run(functions, attn_mask=masks)
-    outs = [
-        formula(*packed.sequence(b, packed.tensors), _of_sequence(functions, b), attn_mask=mask)
-        .out[0]
-        .transpose(0, 1)
-        for b, mask in enumerate(masks)
-    ]
-    right = torch.cat([*outs, outs[0].new_zeros(3, HEADS, 24)])
+    right = packed.alone(functions, by_formula, packed.tensors, attn_mask=masks)
     torch.testing.assert_close(out, right)
     leaves = [*packed.tensors, *functions.learned, *masks]
     torch.testing.assert_close(gradients(out, leaves), gradients(right, leaves))
 
 
 def test_dropout_has_the_pattern_of_plain_attention() -> None:
-    packed = Packed(dtype=torch.float32)
-    patterns = []
-    for functions in (Functions(), Functions(lambda s, b, h, q, kv: s * 1.5)):
-        torch.manual_seed(3)
-        out, weights = packed.run(functions, dropout_p=0.4, return_weights=True)
-        patterns.append(weights == 0)
-    assert torch.equal(*patterns)
+    packed = Packed()
+    out, weights = assert_same_dropout(
+        lambda score_mod, **options: packed.run(Functions(score_mod), **options)
+    )
     value = packed.sequence(3, packed.tensors)[2]
     mixed = weights[3, :, :67, :64] @ value[0].repeat_interleave(2, 0)
     torch.testing.assert_close(out[37:104].transpose(0, 1), mixed)
@@ -328,9 +309,7 @@ def test_what_is_hidden_may_be_nan() -> None:
         packed.tensors[1][45:50], packed.tensors[2][45:50] = torch.nan, torch.inf
     out = packed.run(functions)
     assert clean[:-3].isfinite().all()
-    assert torch.equal(out, clean)
-    for after, then in zip(gradients(out, leaves), before, strict=True):
-        assert torch.equal(after, then)
+    assert_same([out, *gradients(out, leaves)], [clean, *before])
 
 
 def test_any_number_of_threads_gives_the_same_bits(one_thread: None) -> None:
@@ -338,14 +317,12 @@ def test_any_number_of_threads_gives_the_same_bits(one_thread: None) -> None:
     functions.learned = [learned(3, 300, dtype=torch.float32), learned(HEADS, 700, dtype=torch.float32)]
     factors, table = functions.learned
     functions.score_mod = lambda s, b, h, q, kv: s * factors[b, q] + table[h, q - kv + 350]
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+
+    def compute() -> list[Tensor]:
         out = packed.run(functions)
-        results.append([out, *gradients(out, [*packed.tensors, *functions.learned])])
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            assert torch.equal(first, second)
+        return [out, *gradients(out, [*packed.tensors, *functions.learned])]
+
+    assert_same_on_threads(compute)
 
 
 def test_second_derivatives_are_those_of_the_formula() -> None:
@@ -361,20 +338,11 @@ def test_second_derivatives_are_those_of_the_formula() -> None:
         )  # fmt: skip
         return out
 
-    assert torch.autograd.gradcheck(attend, (*given, table))
-    assert torch.autograd.gradgradcheck(attend, (*given, table), fast_mode=True)
-    assert torch.autograd.gradcheck(attend, (*given, table), check_forward_ad=True, check_backward_ad=False)
-    eager = torch.autograd.grad(attend(*given, table).sin().sum(), given)
-    transformed = torch.func.grad(lambda *a: attend(*a, table).sin().sum(), (0, 1, 2))(*given)
-    torch.testing.assert_close(transformed, eager)
+    assert_derivatives(attend, given, table)
 
 
 def test_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str) -> str:
-        raise compiler.CompilerError("no compiler today")
-
-    monkeypatch.setattr(compiler, "load", refuse)
-    monkeypatch.setattr(kernel_calls, "_warned", set())
+    without_compiler(monkeypatch)
     with pytest.warns(UserWarning, match="no compiler today.*takes longer") as warned:
         check("of_sequences", torch.float32, window_size=(30, 20))
     assert warned[0].filename == __file__

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from functions import flex_attention
 
 from selfattn_ext.flex import compiler, cuda_compiler, function_cache, nvrtc
@@ -16,26 +16,24 @@ from selfattn_ext.flex.cuda_source import Headers
 
 #: Forks stand for processes that have nothing loaded: a new process takes longer to start than to attend.
 SCRIPT = """
-import os, pathlib, shutil, sys, tempfile, torch, torch._dynamo
+import os, pathlib, shutil, tempfile, torch, torch._dynamo
 from selfattn_ext import flex
 
-tempfile.tempdir = sys.argv[1]  # os._exit is quick, but deletes no temporary files
+base = tempfile.tempdir = os.getcwd()  # os._exit is quick, but deletes no temporary files
 flex.kernel_calls.warn = lambda reason: os._exit(7)  # otherwise torch would now compute for seconds
 query = torch.ones(1, 1, 4, 8)
+functions = {1: lambda s, b, h, q, kv: s * 2 + kv, -1: lambda s, b, h, q, kv: s * 2 - kv}
 def attend(folder, copies=1, sign=1, **variables):
     processes = []
     for _ in range(copies):
         if (process := os.fork()) == 0:
             os.environ.update(variables, SELFATTN_FUNCTION_CACHE=str(folder))
-            if sign > 0:
-                out = flex.flex_attention(query, query, query, lambda s, b, h, q, kv: s * 2 + kv)
-            else:
-                out = flex.flex_attention(query, query, query, lambda s, b, h, q, kv: s * 2 - kv)
+            out = flex.flex_attention(query, query, query, functions[sign])
             os._exit(int(out.sum().item()))
         processes.append(process)
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
-folder = pathlib.Path(sys.argv[1], "functions")
+folder = pathlib.Path(base, "functions")
 print(attend(folder, copies=2))
 (library,) = folder.glob("*.so")
 written = library.stat().st_mtime_ns
@@ -45,10 +43,10 @@ print(attend(folder / "file" / "below"))
 print(attend(folder, CXX="no_such"), attend(folder, CXX="no_such", sign=-1))
 
 # From here on a program that already has the library stands in for the compiler.
-whole, copy = library.read_bytes(), pathlib.Path(sys.argv[1], "copy.so")
+whole, copy = library.read_bytes(), pathlib.Path(base, "copy.so")
 copy.write_bytes(whole[:-64])
 version = os.popen("c++ --version").read()
-quick, idle = pathlib.Path(sys.argv[1], "quick"), pathlib.Path(sys.argv[1], "idle")
+quick, idle = pathlib.Path(base, "quick"), pathlib.Path(base, "idle")
 told = f"#!/bin/sh\\nif [ $1 = --version ]; then cat <<'END'\\n{version}END\\nexit; fi\\n"
 quick.write_text(told + f'for last; do :; done; cp "{copy}" "$last"\\n')
 idle.write_text(told)
@@ -63,23 +61,24 @@ for damaged in (whole[:middle], b"", whole[:99] + bytes(len(whole) - 99), whole[
 (folder / "compiler.txt").write_bytes(b"\\xff\\xfe garbled")
 print(attend(folder, CXX="no_such"))
 
-os.chdir(sys.argv[1])
+os.chdir(base)
 os.environ["SELFATTN_FUNCTION_CACHE"] = "functions"
 def attend_here(function):
     print(int(flex.flex_attention(query, query, query, function).sum()))
-attend_here(lambda s, b, h, q, kv: s * 2 + kv)
+attend_here(functions[1])
 shutil.rmtree(folder)
 os.chdir("/")
-attend_here(lambda s, b, h, q, kv: s * 2 - kv)
+attend_here(functions[-1])
 print(len(list(folder.glob("*.so"))))
 """
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Returns what the script prints, which takes seconds to import torch and to compile."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("function_cache"))]
-    return subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout.splitlines()
+    """Returns what the script prints, which takes seconds to compile."""
+    done = warm.python(SCRIPT, tmp_path_factory.mktemp("function_cache"), os.environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.xdist_group("function_cache")

@@ -1,4 +1,4 @@
-"""torch.func: grad, vmap, their compositions, jacobians, forward mode; and torch.compile."""
+"""torch.func: grad, vmap, their compositions, jacobians, forward mode."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import gpu
 import pytest
 import torch
 from cases import Case
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from selfattn_ext import attention_scores, masked_softmax, reference, scaled_dot_product_attention
 
@@ -237,78 +236,18 @@ def test_masked_softmax_and_scores() -> None:
         torch.testing.assert_close(transform(scores_total)(query, key), transform(product_total)(query, key))
 
 
-def test_per_sample_gradients_of_a_module() -> None:
-    class Head(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = torch.nn.Linear(6, 18)
+def test_per_sample_gradients_of_weights() -> None:
+    weights, samples = (torch.randn(shape, dtype=torch.float64) for shape in ((6, 18), (4, 1, 5, 6)))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            query, key, value = self.project(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
-            return scaled_dot_product_attention(query, key, value, is_causal=True).square().mean()
+    def loss(weights: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        query, key, value = (sample @ weights).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        return scaled_dot_product_attention(query, key, value, is_causal=True).square().mean()
 
-    head = Head().double()
-    parameters = dict(head.named_parameters())
-    samples = torch.randn(4, 1, 5, 6, dtype=torch.float64)
-
-    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
-        return functional_call(head, parameters, (sample,))
-
-    results = vmap(grad(loss), (None, 0))(parameters, samples)
-    for n, sample in enumerate(samples):
-        for name, expected in zip(
-            parameters, torch.autograd.grad(head(sample), list(parameters.values())), strict=True
-        ):
-            torch.testing.assert_close(results[name][n], expected)
-
-
-def test_compile_traces_the_whole_call() -> None:
-    """This checks only the trace; tests/clients/test_inductor.py compiles by inductor."""
-    tensors = {name: tensor.requires_grad_() for name, tensor in zip(NAMES, points(), strict=True)}
-
-    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        plain = scaled_dot_product_attention(query * 2.0, key, value, enable_gqa=True, is_causal=True)
-        out, lse = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True, return_lse=True)
-        return plain.sin().sum() + (out * lse.unsqueeze(-1)).sum()
-
-    arguments = [tensors[name] for name in ("query", "key", "value", "attn_mask")]
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    result, expected = compiled(*arguments), step(*arguments)
-    torch.testing.assert_close(result, expected)
-    assert_all_close(torch.autograd.grad(result, arguments), torch.autograd.grad(expected, arguments))
-
-
-def test_compile_with_dropout_and_weights() -> None:
-    query, key, value = (tensor.float().requires_grad_() for tensor in points()[:3])
-
-    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out, weights = scaled_dot_product_attention(
-            query, key, value, dropout_p=0.5, enable_gqa=True, return_weights=True
-        )
-        return out.square().sum() + (weights == 0).sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    results = []
-    for function in (compiled, step):
-        torch.manual_seed(4)
-        total = function(query, key, value)
-        results.append([total.detach(), *torch.autograd.grad(total, (query, key, value))])
-    assert_all_close(*results)
-
-
-def test_fake_tensors() -> None:
-    with FakeTensorMode():
-        query = torch.randn(2, 7, 4, 8, requires_grad=True).transpose(1, 2)
-        key = torch.randn(2, 2, 9, 8, requires_grad=True)
-        out, lse = scaled_dot_product_attention(query, key, key, enable_gqa=True, return_lse=True)
-        plain = scaled_dot_product_attention(query, query, query, is_causal=True)
-        grads = torch.autograd.grad(out.sum() + lse.sum() + plain.sum(), (query, key))
-    assert out.shape == plain.shape == grads[0].shape == (2, 4, 7, 8)
-    assert out.stride() == query.stride()
-    assert lse.shape == (2, 4, 7)
-    assert grads[1].shape == key.shape
+    expected = []
+    for sample in samples:
+        leaf = weights.clone().requires_grad_()
+        expected += torch.autograd.grad(loss(leaf, sample), leaf)
+    torch.testing.assert_close(vmap(grad(loss), (None, 0))(weights, samples), torch.stack(expected))
 
 
 def test_autocast_reaches_no_judge() -> None:

@@ -46,39 +46,45 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "columns": (lambda q, k, v: (q, k.mT.contiguous().mT, v), {}),
     "bool mask": (
         lambda q, k, v: (q, k, v),
-        {"attn_mask": (normal(5, 7) > 0).index_fill(0, torch.tensor(2), False)},
+        {"attn_mask": (normal(2, 1, 5, 7) > 0).index_fill(2, torch.tensor(2), False)},
     ),
-    "mask": (lambda q, k, v: (q, k, v), {"attn_mask": normal(4, 1, 7)}),
+    "float mask": (
+        lambda q, k, v: (q, k, v),
+        {"attn_mask": normal(5, 7).index_fill(0, torch.tensor(2), -torch.inf)},
+    ),
+    "learned mask": (lambda q, k, v: (q, k, v), {"attn_mask": normal(4, 1, 7)}),
 }
 
 
-def run(name: str, dtype: torch.dtype, block: Any, given: torch.dtype) -> dict[str, Tensor]:
-    """Computes output and gradients, for numbers that ``given`` can represent."""
+def run(
+    name: str, dtype: torch.dtype, given: torch.dtype, forward: Any = nullcontext, backward: Any = nullcontext
+) -> dict[str, Tensor]:
+    """Computes output and gradients, each in a block, for numbers that ``given`` can represent."""
     change, options = CALLS[name]
     tensors = dict(zip(("query", "key", "value"), inputs(given), strict=True))
     others = dict(options)
-    if (mask := others.get("attn_mask")) is not None and mask.is_floating_point():
-        tensors["attn_mask"] = others.pop("attn_mask").to(given)
+    if name == "float mask":
+        others["attn_mask"] = others["attn_mask"].to(given).to(dtype)
+    if name == "learned mask":
+        tensors["attn_mask"] = others["attn_mask"].to(given)
     tensors = {word: tensor.to(dtype).requires_grad_() for word, tensor in tensors.items()}
     if "attn_mask" in tensors:
         others["attn_mask"] = tensors["attn_mask"]
-    with block():
-        query, key, value = change(tensors["query"], tensors["key"], tensors["value"])
-        out = sdpa(query, key, value, **others)
-        grads = torch.autograd.grad(
-            out, list(tensors.values()), normal(*out.shape, dtype=given, seed=9).to(dtype)
-        )
+    with forward():
+        out = sdpa(*change(tensors["query"], tensors["key"], tensors["value"]), **others)
+    with backward():
+        cotangent = normal(*out.shape, dtype=given, seed=9).to(dtype)
+        grads = torch.autograd.grad(out, list(tensors.values()), cotangent)
     return {"out": out.detach(), **dict(zip(tensors, grads, strict=True))}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
-    exact = run(name, torch.float64, nullcontext, dtype)
-    peer = run(name, dtype, nullcontext, dtype)
-    for what, result in run(name, dtype, as_sdpa, dtype).items():
+    exact, peer = run(name, torch.float64, dtype), run(name, dtype, dtype)
+    for what, result in run(name, dtype, dtype, as_sdpa, as_sdpa).items():
         assert_accurate(what, result, exact[what], peer[what], 4.0)
-    assert min(ran.ours(lambda: run(name, torch.float32, as_sdpa, dtype))) >= 1
+    assert min(ran.ours(lambda: run(name, torch.float32, dtype, as_sdpa, as_sdpa))) >= 1
 
 
 def test_mask_and_causal_rule_together() -> None:

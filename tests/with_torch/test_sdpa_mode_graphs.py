@@ -148,7 +148,7 @@ def with_its_own_block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_a_compiled_function_follows_the_precision() -> None:
-    compiled = torch.compile(sdpa_of, backend="aot_eager")
+    compiled = torch.compile(scripted_attention, backend="aot_eager")
     query, key, value = (normal(1, 2, 64, 64, seed=seed) for seed in range(3))
     before = torch.get_float32_matmul_precision()
     try:
@@ -158,10 +158,6 @@ def test_a_compiled_function_follows_the_precision() -> None:
                 assert torch.equal(compiled(query, key, value), sdpa(query, key, value)), asked
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def sdpa_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return sdpa(query, key, value)
 
 
 def test_results_on_disk_are_told_apart() -> None:

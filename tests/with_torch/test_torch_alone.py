@@ -56,15 +56,12 @@ print(json.dumps(results))
 INSTALL = (
     "drawing needs matplotlib and seaborn (No module named 'matplotlib'): pip install 'selfattn_ext[viz]'"
 )
-COMMANDS = (
-    "info",
-    "check",
-    "bench --quick --threads 1",
-    "heatmap",
-    "heatmap weights.pt",
-    "heatmap weights.npy",
-)
+COMMANDS = ("info", "check", "bench --quick --threads 1")
+DRAWING = ("heatmap", "heatmap weights.pt", "heatmap weights.npy")
 Results = dict[str, tuple[object, str, str]]
+
+
+pytestmark = pytest.mark.xdist_group("torch_alone")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     (folder / "weights.npy").write_bytes(b"whatever it holds")
     # The process imports the same package as this test.
     environment = os.environ | {"PYTHONPATH": str(Path(selfattn_ext.__file__).parents[1])}
-    command = [sys.executable, "-c", SCRIPT, *COMMANDS]
+    command = [sys.executable, "-c", SCRIPT, *COMMANDS, *DRAWING]
     finished = subprocess.run(
         command, capture_output=True, text=True, cwd=folder, env=environment, check=False
     )
@@ -83,13 +80,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("heatmap")])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_what_draws_nothing_works(command: str, results: Results) -> None:
     code, out, err = results[command]
     assert code == 0, (code, err)
     assert out
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("heatmap")])
+@pytest.mark.parametrize("command", DRAWING)
 def test_what_draws_says_what_to_install(command: str, results: Results) -> None:
     assert results[command] == [1, "", f"python -m selfattn_ext heatmap: error: {INSTALL}\n"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import warm
 from cases import DTYPES, NAMES, normal
+from test_sdpa_mode import run
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import attention
@@ -29,58 +31,25 @@ def _restored() -> Iterator[None]:
     attention.restore_flash_attention_impl(_raise_warn=False)
 
 
-#: name -> (function (L, S) -> mask, other arguments), for calls that torch's fused kernel takes.
-CALLS: dict[str, tuple[Callable[[int, int], Tensor] | None, dict[str, Any]]] = {
-    "plain": (None, {}),
-    "causal": (None, {"is_causal": True}),
-    "scale": (None, {"scale": 0.3}),
-    "bool mask": (lambda q, k: (normal(2, 1, q, k) > 0).index_fill(2, torch.tensor([3]), False), {}),
-    "float mask": (lambda q, k: normal(q, k).index_fill(0, torch.tensor([3]), -torch.inf), {}),
-    "grouped heads": (None, {"enable_gqa": True, "is_causal": True}),
-}
-
-
-def run(
-    name: str, dtype: torch.dtype, forward: bool, backward: bool, of: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Computes output and gradients, each by our kernels or torch's, for numbers that ``of`` represents."""
-    mask, options = CALLS[name]
-    shapes = {"query": (2, 4, 9, 16), "key": (2, 4, 21, 16), "value": (2, 4, 21, 16)}
-    if "enable_gqa" in options:
-        shapes |= {"key": (2, 2, 21, 16), "value": (2, 2, 21, 16)}
-    given = of or dtype
-    tensors = {
-        name: normal(*shape, dtype=given, seed=seed).to(dtype).requires_grad_()
-        for seed, (name, shape) in enumerate(shapes.items())
-    }
-    attn_mask = None if mask is None else mask(9, 21)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.to(given).to(dtype)
-    with ran.activated(forward):
-        out = F.scaled_dot_product_attention(**tensors, attn_mask=attn_mask, **options)
-    with ran.activated(backward):
-        grads = torch.autograd.grad(
-            out, list(tensors.values()), normal(*out.shape, dtype=given, seed=9).to(dtype)
-        )
-    return {"out": out.detach(), **dict(zip(tensors, grads, strict=True))}
+def qkv() -> list[Tensor]:
+    return [normal(2, 4, 9, 16, seed=seed) for seed in range(3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["plain", "causal", "bool mask", "float mask", "grouped"])
 def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
     """Both passes run on our kernels, or one of them on torch's."""
-    exact = run(name, torch.float64, False, False, of=dtype)
-    peer = run(name, dtype, False, False)
-    for forward, backward in ((True, True), (True, False), (False, True)):
-        for what, result in run(name, dtype, forward, backward).items():
-            assert_accurate(f"{what} {forward} {backward}", result, exact[what], peer[what], 4.0)
+    exact, peer = run(name, torch.float64, dtype), run(name, dtype, dtype)
+    for ours in ((ran.activated, ran.activated), (ran.activated, nullcontext), (nullcontext, ran.activated)):
+        for what, result in run(name, dtype, dtype, *ours).items():
+            assert_accurate(what, result, exact[what], peer[what], 4.0)
 
 
 @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -10000.0])
 @pytest.mark.parametrize("switch", [ran.activated, selfattn_ext.as_sdpa])
 def test_rows_hidden_by_low_numbers(switch: Any, low: float) -> None:
     """Masks of other libraries hide by finite numbers; a row of only these weighs its keys equally."""
-    tensors = [normal(2, 4, 9, 16, seed=seed).requires_grad_() for seed in range(3)]
+    tensors = [tensor.requires_grad_() for tensor in qkv()]
     mask = torch.zeros(9, 9)
     mask[3], mask[:, 7] = low, low
 
@@ -98,7 +67,7 @@ def test_rows_hidden_by_low_numbers(switch: Any, low: float) -> None:
 
 def test_mask_and_causal_rule_together() -> None:
     """torch 2.13 sends such calls to the operator, but 2.14 refuses them before."""
-    query, key, value = (normal(2, 4, 9, 16, seed=seed) for seed in range(3))
+    query, key, value = qkv()
     mask = normal(9, 9)
     both = mask.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -109,13 +78,12 @@ def test_mask_and_causal_rule_together() -> None:
 
 
 def training_step() -> None:
-    query, key, value = (normal(2, 4, 9, 16, seed=seed).requires_grad_() for seed in range(3))
-    F.scaled_dot_product_attention(query, key, value).sum().backward()
+    F.scaled_dot_product_attention(*(tensor.requires_grad_() for tensor in qkv())).sum().backward()
 
 
 def test_our_kernels_run_until_restored() -> None:
     assert ran.ours(training_step) == (0, 0)
-    torchs = run("causal", torch.float32, False, False)
+    torchs = run("causal", torch.float32, torch.float32)
     for _ in range(2):
         attention.activate_flash_attention_impl("selfattn_ext")
         attention.activate_flash_attention_impl("selfattn_ext")
@@ -124,7 +92,7 @@ def test_our_kernels_run_until_restored() -> None:
         attention.restore_flash_attention_impl()
         assert attention.current_flash_attention_impl() is None
         assert ran.ours(training_step) == (0, 0)
-        after = run("causal", torch.float32, False, False)
+        after = run("causal", torch.float32, torch.float32)
         assert all(torch.equal(after[name], torchs[name]) for name in torchs)
 
 
@@ -171,7 +139,7 @@ def test_it_holds_for_every_thread() -> None:
 
 
 def test_calls_for_the_formula_stay_torchs() -> None:
-    query, key, value = (normal(2, 4, 9, 16, seed=seed) for seed in range(3))
+    query, key, value = qkv()
     mask = normal(9, 9).requires_grad_()
     with ran.activated():
         for call in (
@@ -184,7 +152,7 @@ def test_calls_for_the_formula_stay_torchs() -> None:
 
 def test_what_the_kernels_refuse_is_torchs() -> None:
     """torch's kernel computes calls that ours refuse, such as a negative dropout_p or a NaN scale."""
-    query, key, value = (normal(2, 4, 9, 16, seed=seed) for seed in range(3))
+    query, key, value = qkv()
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for options in ({"dropout_p": -0.5}, {"scale": float("nan")}):
         results = []
@@ -218,11 +186,9 @@ def test_shapes_and_strides_are_those_that_compiled_code_expects(order: tuple[in
         promised = forward(*meta)
         promised_grads = backward(promised[0], *meta, *promised, 0.0, False)
         for result, wanted in zip((*results, *grads), (*promised, *promised_grads), strict=True):
-            assert (result.shape, result.stride(), result.dtype) == (
-                wanted.shape,
-                wanted.stride(),
-                wanted.dtype,
-            )
+            assert result.shape == wanted.shape
+            assert result.stride() == wanted.stride()
+            assert result.dtype == wanted.dtype
 
 
 def encoder(**options: Any) -> torch.nn.TransformerEncoder:
@@ -233,12 +199,11 @@ def encoder(**options: Any) -> torch.nn.TransformerEncoder:
 PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 
 
-def switches() -> list[Any]:
-    return [pytest.param(ran.activated, id="activated"), pytest.param(selfattn_ext.as_sdpa, id="as_sdpa")]
+SWITCHES = [pytest.param(ran.activated, id="activated"), pytest.param(selfattn_ext.as_sdpa, id="as_sdpa")]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("switch", switches())
+@pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_transformer_encoder(switch: Any, padded: bool) -> None:
     model, tokens = encoder(), normal(2, 5, 16)
@@ -269,7 +234,7 @@ def test_transformer_encoder(switch: Any, padded: bool) -> None:
     assert ran.ours(evaluate) == (0, 0)
 
 
-@pytest.mark.parametrize("switch", switches())
+@pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("masks", ["none", "padding", "square", "both", "per head"])
 def test_multihead_attention_in_evaluation(switch: Any, need_weights: bool, masks: str) -> None:
@@ -336,7 +301,6 @@ def test_checkpointing_and_autocast() -> None:
 
 def test_a_forced_kernel_is_taken() -> None:
     with ran.activated(), selfattn_ext.backends.use("loops"):
-        out = F.scaled_dot_product_attention(*(normal(1, 2, 9, 16, seed=seed) for seed in range(3)))
+        out = F.scaled_dot_product_attention(*qkv())
     with selfattn_ext.backends.use("loops"):
-        query, key, value = (normal(1, 2, 9, 16, seed=seed) for seed in range(3))
-        assert torch.equal(out, ops.attention_forward(query, key, value, 0.25, kernel_name="loops")[0])
+        assert torch.equal(out, ops.attention_forward(*qkv(), 0.25, kernel_name="loops")[0])
