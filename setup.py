@@ -17,6 +17,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 try:
+    if "dist_info" in sys.argv:  # pip asks for the metadata first; torch takes two seconds to import
+        raise ImportError
     import torch
     from torch.utils import cpp_extension
     from torch.utils.cpp_extension import BuildExtension

@@ -1,6 +1,8 @@
 // Inspects and checks the tensors that an op was given.
 #include "checks.h"
 
+#include <torch/csrc/stable/ops.h>
+
 namespace selfattn::ops {
 
 const DTypeCodes& dtype_codes() {

@@ -9,6 +9,8 @@
 #include "stable.h"
 #include "tangent_arguments.h"
 
+#include <torch/csrc/stable/library.h>
+
 // need_weights says that attention_weights will be called, so that a lack of memory for its result is an
 // error now, before anything is computed or written.
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {

@@ -1,6 +1,8 @@
-// Includes libtorch's stable ABI, the only part of the framework that this library uses.
+// Includes the part of libtorch's stable ABI that every operator uses. The rest takes time to compile, so the
+// few sources that need it include it themselves, after this header.
 //
-// A binary built against the headers of one torch then loads under every later one.
+// The stable ABI is the only part of the framework that this library uses: a binary built against the headers
+// of one torch then loads under every later one.
 #pragma once
 
 #include "build_options.h"
@@ -11,6 +13,4 @@
 #define TORCH_TARGET_VERSION SELFATTN_TORCH_TARGET
 #endif
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/headeronly/core/ScalarType.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>

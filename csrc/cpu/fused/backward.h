@@ -51,7 +51,7 @@ class BackwardTask {
   }
 
   struct Parts : BackwardScratch<P> {
-    void allocate(const BackwardTask& t, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const BackwardTask& t, Arena& arena) {
       BackwardScratch<P>::allocate(t.p, t.chunk_rows(), t.mask_sum, arena);
     }
   };

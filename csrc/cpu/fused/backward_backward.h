@@ -49,7 +49,7 @@ class BackwardBackwardTask {
     bool shown;  // whether the tile of this block shows anything
 
     static int64_t columns_size(int64_t columns) { return round_up_to_vector<T>(columns) * kLanes<T>; }
-    void allocate(const AttentionParams& p, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
       SecondStrip<P>::allocate(p, arena);
       query_rows.allocate(p, kLanes<T>, p.head_dim, arena);
       tangent_rows.allocate(p, kLanes<T>, p.head_dim, arena);
@@ -71,7 +71,7 @@ class BackwardBackwardTask {
     T* kept;
     bool* shown;  // whether kept tiles show anything
 
-    void allocate(const BackwardBackwardTask& t, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const BackwardBackwardTask& t, Arena& arena) {
       const int64_t size = SecondTile<T>::arrays(t.p) * SecondTile<T>::kSize;
       const int64_t of_block = kSecondStrips<T> * Arena::bytes_for<T>(size);
       kept_blocks = smaller(t.blocks_, kKeptTileBytes / of_block);
@@ -312,7 +312,7 @@ struct SecondScoreGradient {
   BlockScratch<P> tiles;
   SecondTile<T> tile;
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     tiles.allocate(p, true, arena);
     strip.allocate(p, arena);
     keys.allocate(p, arena);

@@ -45,7 +45,8 @@ struct BackwardScratch {
   typename MaskSum<P>::Scratch mask;
 
   // `rows` is the most keys of a chunk.
-  void allocate(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum,
+                                     Arena& arena) {
     head_stride = round_up_to_vector<T>(p.head_dim);
     value_stride = round_up_to_vector<T>(p.value_dim);
     block.allocate(p, arena);

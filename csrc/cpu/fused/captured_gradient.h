@@ -35,7 +35,7 @@ class CapturedGradientTask {
     RowOperand<P> keys, values;
     double** sums;  // sums of each captured tensor
 
-    void allocate(const CapturedGradientTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const CapturedGradientTask& task, Arena& arena) {
       block.allocate(task.p, arena);
       for (GradientStrip<P>& strip : strips) strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);

@@ -83,7 +83,7 @@ struct DecodeTask {
     T *scores, *bias, *visible;               // [score_rows][kDecodeBlock]
     const char **key_pages, **value_pages;    // [pages]
 
-    void allocate(const DecodeTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const DecodeTask& task, Arena& arena) {
       query = arena.take<typename Products::Query>(task.item_heads * task.queries_size);
       out = arena.take<T>(task.rows() * task.out_stride);
       sums = arena.take<T>(task.sums_rows() * task.sums_stride);
@@ -268,7 +268,7 @@ struct DecodeMerge {
   struct Parts {
     T* factor;  // [chunks] padded, of one query
 
-    void allocate(const DecodeMerge& merge, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const DecodeMerge& merge, Arena& arena) {
       factor = arena.take<T>(round_up_to_vector<T>(merge.chunks.chunks));
     }
   };

@@ -11,7 +11,7 @@ template <class P>
 struct Delta {
   LaneOperand<P> out, residual;
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     out.allocate(p, p.value_dim, arena);
     residual.allocate(p, p.value_dim, arena);
   }

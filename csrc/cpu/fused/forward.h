@@ -55,7 +55,7 @@ struct ForwardTask {
     ForwardScratch<P> block;
     ForwardStrip<P> strips[kMostStrips<P>];
 
-    void allocate(const ForwardTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const ForwardTask& task, Arena& arena) {
       block.allocate(task.p, arena);
       for (int64_t i = 0; i < task.strips_per_item; ++i) strips[i].allocate(task.p, arena);
     }

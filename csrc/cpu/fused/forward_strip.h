@@ -21,7 +21,7 @@ struct ForwardStrip : QueryStrip<P> {
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
 
   static int64_t out_size(const AttentionParams& p) { return round_up_to_vector<T>(p.value_dim) * kLanes<P>; }
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
     out_t = arena.take<T>(out_size(p));
     row_max = arena.take<T>(kLanes<P>);
@@ -254,7 +254,7 @@ struct ForwardScratch {
   char *paged_keys, *paged_values;  // see key_source; operands may use them where they lie
   bool large_values;                // whether an operand has seen any; see overflow.h
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     block.allocate(p, false, arena);
     keys.allocate(p, loaded_keys<P>(p), p.head_dim, arena);
     values.allocate(p, loaded_keys<P>(p), p.value_dim, arena);

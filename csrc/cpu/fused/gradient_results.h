@@ -30,7 +30,7 @@ struct QuerySums {
   T* scale;       // [kLanes]
   T* transposed;  // [kLanes][padded head_dim]
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     scale = arena.take_filled<T>(kLanes<P>, static_cast<T>(p.scale));
     transposed = arena.take<T>(kLanes<P> * round_up_to_vector<T>(p.head_dim));
   }

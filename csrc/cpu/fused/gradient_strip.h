@@ -19,7 +19,7 @@ struct GradientStrip : QueryStrip<P> {
   T* inverse_sum;  // [kLanes] 0 where the row sees nothing
   bool ordinary;   // whether inverse_sum holds no NaN
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
     grad_out.allocate(p, p.value_dim, arena);
     delta_sum.allocate(p, arena);
@@ -68,7 +68,7 @@ struct GradientScratch {
   WeightOperand<P> grad;     // dS^T with respect to the final scores, before the softcap's factor
   T* visible;                // [kKeyBlock][kLanes] see multiply_visible
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     block.allocate(p, true, arena);
     weights.allocate(p, arena);
     grad.allocate(p, arena);

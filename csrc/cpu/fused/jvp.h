@@ -21,7 +21,7 @@ struct JvpStrip : ForwardStrip<P> {
   T* tangent_sum;  // [kLanes] sum of e (T - origin)
   T* origin;       // [kLanes] see tangent_origin
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     ForwardStrip<P>::allocate(p, arena);
     lanes.allocate(p, arena);
     tangent_t = arena.take<T>(ForwardStrip<P>::out_size(p));
@@ -68,7 +68,7 @@ struct JvpTask {
     T *visible, *scale;
     JvpStrip<P> strips[kMostJvpStrips];
 
-    void allocate(const JvpTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const JvpTask& task, Arena& arena) {
       block.allocate(task.p, true, arena);
       keys.allocate(task.p, arena);
       weights.allocate(task.p, arena);

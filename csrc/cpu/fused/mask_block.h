@@ -19,7 +19,7 @@ struct BlockScratch {
   T* capped;  // [kKeyBlock][kLanes] tanh of the softcap
   T* given;   // [kKeyBlock][kLanes] what the call's function is given; nullptr if its gradient needs none
 
-  void allocate(const AttentionParams& p, bool backward, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, bool backward, Arena& arena) {
     mask = arena.take<T>(kKeyBlock * kLanes<P>);
     first_key = arena.take<T>(kLanes<P>);
     end_key = arena.take<T>(kLanes<P>);

@@ -20,7 +20,7 @@ struct ScoreGradient {
   GradientScratch<P> block;
   RowOperand<P> keys, values;
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     block.allocate(p, arena);
     strip.allocate(p, arena);
     keys.allocate(p, kKeyBlock, p.head_dim, arena);
@@ -67,7 +67,7 @@ struct MaskGradientTask {
     Source source;
     T *sum, *ones;  // sum: [kMaskGradientKeys][kLanes], or its first row
 
-    void allocate(const MaskGradientTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const MaskGradientTask& task, Arena& arena) {
       source.allocate(task.p, arena);
       sum = arena.take<T>(kMaskGradientKeys * kLanes<P>);
       ones = arena.take_filled<T>(kLanes<P>, T(1));

@@ -78,7 +78,7 @@ class MaskSum {
     double* totals;
 
     // There is room for every kind of sums, as sequences of a batch differ in theirs.
-    void allocate(const MaskSum& m, int64_t chunk_rows, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const MaskSum& m, int64_t chunk_rows, Arena& arena) {
       sums = arena.take<T>(m.active ? std::max<int64_t>(kLanes<P>, m.group * chunk_rows) : 0);
       totals = arena.take<double>(m.active ? m.group : 0);
     }

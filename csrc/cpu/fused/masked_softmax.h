@@ -20,7 +20,7 @@ struct SoftmaxTask {
 
   struct Parts {
     T* row;
-    void allocate(const SoftmaxTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const SoftmaxTask& task, Arena& arena) {
       row = arena.take<T>(round_up_to_vector<T>(task.p.keys));
     }
   };

@@ -34,7 +34,9 @@ struct QueryStrip {
   LaneOperand<P> query;  // scale * Q; for few queries [count][padded head_dim]
   T rest_of_scale;       // the part of the scale that is not in query
 
-  void allocate(const AttentionParams& p, Arena& arena) { query.allocate(p, p.head_dim, arena); }
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
+    query.allocate(p, p.head_dim, arena);
+  }
 
   SELFATTN_OUT_OF_LINE void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index,
                                   int64_t first_query, int64_t queries) {

@@ -20,7 +20,7 @@ struct ScoresTask {
     RowOperand<T> keys;
     T *scores, *ones;
 
-    void allocate(const ScoresTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const ScoresTask& task, Arena& arena) {
       strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       scores = arena.take<T>(kKeyBlock * kLanes<T>);
@@ -66,7 +66,7 @@ struct ScoresGradientTask {
     int64_t stride;
     T *gradient, *other, *result;
 
-    void allocate(const ScoresGradientTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const ScoresGradientTask& task, Arena& arena) {
       stride = round_up_to_vector<T>(task.p.head_dim);
       gradient = arena.take<T>(kKeyBlock * kKeyBlock);
       other = arena.take<T>(kKeyBlock * stride);

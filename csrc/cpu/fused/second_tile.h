@@ -52,7 +52,7 @@ struct SecondStrip : GradientStrip<P> {
   T* mean;                                // [kLanes] m - origin
   T* correction;                          // [kLanes] c
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     GradientStrip<P>::allocate(p, arena);
     lanes.allocate(p, arena);
     for (T** numbers : {&origin, &sum_pt, &sum_pgt, &sum_pg, &sum_pu, &mean, &correction}) {

@@ -59,7 +59,7 @@ struct TangentKeys {
   TangentRows<P> keys, values, key_tangents, value_tangents;
   int64_t first, count;
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     for (TangentRows<P>* rows : {&keys, &key_tangents}) rows->allocate(p, p.head_dim, arena);
     for (TangentRows<P>* rows : {&values, &value_tangents}) rows->allocate(p, p.value_dim, arena);
   }
@@ -97,7 +97,7 @@ struct TangentLanes {
   LaneOperand<P> tangent;  // scale * tangent of Q; the scale as far as it is in the strip's query
   LaneOperand<P> query;    // scale * Q for few queries, whose strips have it in another form
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     tangent.allocate(p, p.head_dim, arena);
     query.allocate(p, p.head_dim, arena);
   }

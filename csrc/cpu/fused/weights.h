@@ -26,7 +26,7 @@ struct WeightsTask {
     T *scores, *row_max, *inverse_sum, *ones;
     char* paged_keys;
 
-    void allocate(const WeightsTask& task, Arena& arena) {
+    SELFATTN_OUT_OF_LINE void allocate(const WeightsTask& task, Arena& arena) {
       block.allocate(task.p, false, arena);
       strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);

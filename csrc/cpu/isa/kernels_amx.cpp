@@ -3,6 +3,8 @@
 #if defined(__x86_64__)
 
 #include "begin_amx.h"
+#define SELFATTN_COMPILE_SHARED
+#include "shared_by_amx.h"
 #include "../pairs/multiply_by_tiles.h"
 #include "../pairs/pipeline.h"
 #include "../pairs/pair_kernel.h"

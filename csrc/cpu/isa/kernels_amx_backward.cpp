@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 
 #include "begin_amx.h"
+#include "shared_by_amx.h"
 #include "../pairs/gradient_pipeline.h"
 #include "../pairs/pair_backward.h"
 #include "end_target.h"

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 
 #include "begin_amx.h"
+#include "shared_by_amx.h"
 #include "../pairs/exact_by_tiles.h"
 #include "../pairs/pair_tangents.h"
 #include "end_target.h"

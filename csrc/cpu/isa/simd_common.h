@@ -31,9 +31,12 @@
 // were a quarter of the code, and of the time to compile it.
 #define SELFATTN_OUT_OF_LINE __attribute__((noinline))
 
-// The micro-kernels' loops over a tile must be unrolled completely for it to live in registers.
+// The micro-kernels' loops over a tile must be unrolled completely for it to live in registers. A loop that
+// is seldom reached stays one: copies of it would only take time to compile.
 #if defined(__clang__)
 #define SELFATTN_UNROLL _Pragma("unroll")
+#define SELFATTN_ROLL _Pragma("nounroll")
 #else
 #define SELFATTN_UNROLL _Pragma("GCC unroll 16")
+#define SELFATTN_ROLL _Pragma("GCC unroll 1")
 #endif

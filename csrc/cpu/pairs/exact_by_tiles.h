@@ -22,7 +22,7 @@ struct WeightOperand<ExactPairs> : WeightOperand<float> {
   uint32_t* lanes;  // [pair of keys][piece][kLanes]
   uint32_t* rows;   // [piece][key][pair of queries]
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     WeightOperand<float>::allocate(p, arena);
     lanes = arena.take<uint32_t>(kLaneWords);
     rows = arena.take<uint32_t>(kMaxPieces * kRowPiece);

@@ -79,7 +79,7 @@ SELFATTN_INLINE __m512i load_32_bfloat16(const RowSource& s, int64_t row, int64_
 }
 
 // Does load_lane_pieces for bfloat16 rows. The factor is a power of two, so it does not round.
-inline void load_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, float factor) {
+inline void load_bfloat16_lanes(uint32_t* to, const RowSource& s, float factor) {
   const __m512 factors = _mm512_set1_ps(factor);
   for (int64_t lane = 0; lane < s.rows; lane += 16) {
     for (int64_t pair = 0; pair < padded_pairs(s.columns); pair += 16) {
@@ -91,7 +91,7 @@ inline void load_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, fl
         const __m512 second = _mm512_mul_ps(second_of_pairs(both[i]), factors);
         both[i] = high_halves(_mm512_castps_si512(first), _mm512_castps_si512(second));
       }
-      store_transposed_pairs(to + pair * ld + lane, ld, both);
+      store_transposed_pairs(to + pair * kLanes<float> + lane, kLanes<float>, both);
     }
   }
 }
@@ -99,9 +99,9 @@ inline void load_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, fl
 // Fills to[piece][pair of columns][lane] with one row per lane, times the factor, and zeros in the lanes up
 // to a whole vector.
 template <int kPieces>
-void load_lane_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, float factor,
+void load_lane_pieces(uint32_t* to, int64_t piece_stride, const RowSource& s, float factor,
                       Magnitudes& seen) {
-  if (kPieces == 1 && s.dtype == DType::kBFloat16) return load_bfloat16_lanes(to, ld, s, factor);
+  if (kPieces == 1 && s.dtype == DType::kBFloat16) return load_bfloat16_lanes(to, s, factor);
   const __m512 factors = _mm512_set1_ps(factor);
   const int64_t pairs = padded_pairs(s.columns);
   for (int64_t lane = 0; lane < s.rows; lane += 16) {
@@ -119,11 +119,11 @@ void load_lane_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowS
         first[i] = x.first;
         second[i] = x.second;
       }
-      uint32_t* at = to + pair * ld + lane;
+      uint32_t* at = to + pair * kLanes<float> + lane;
       if constexpr (kPieces == 1) {
-        store_transposed_pairs(at, ld, both);
+        store_transposed_pairs(at, kLanes<float>, both);
       } else {
-        store_transposed_pieces<kPieces>(at, ld, piece_stride, first, second);
+        store_transposed_pieces<kPieces>(at, kLanes<float>, piece_stride, first, second);
       }
     }
   }

@@ -89,7 +89,7 @@ struct LaneOperand<Pairs> {
   bool floats_are_loaded;
   RowSource source;
 
-  void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
     piece_stride = padded_pairs(columns) * kLanes<Pairs>;
     data = arena.take<uint32_t>(pieces * piece_stride);
@@ -103,9 +103,8 @@ struct LaneOperand<Pairs> {
     floats_are_loaded = false;
     special = false;
     Magnitudes seen = Magnitudes::none();
-    with_pieces(pieces, [&](auto count) {
-      load_lane_pieces<count.value>(data, kLanes<Pairs>, piece_stride, s, factor, seen);
-    });
+    with_pieces(pieces,
+                [&](auto count) { load_lane_pieces<count.value>(data, piece_stride, s, factor, seen); });
     if (pieces == 1) return;
     const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
     for (int64_t lane = 0; lane < kLanes<Pairs>; ++lane) {
@@ -134,7 +133,7 @@ struct RowOperand<Pairs> {
   float* block;         // [kKeyBlock][kLanes]
   RowSource source;
 
-  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
     order = Pairs::order_of_scores(p);
     piece_stride = padded_rows(count) * padded_pairs(columns);
@@ -182,7 +181,7 @@ struct SpecialRows {
   bool any;
   RowSource source;
 
-  void allocate(int64_t count, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(int64_t count, int64_t columns, Arena& arena) {
     marks = arena.take<bool>(count);
     values = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
     weights = arena.take<float>(kKeyBlock * kLanes<Pairs>);
@@ -220,7 +219,7 @@ struct ColumnOperand<Pairs> {
   SpecialRows specials;
   bool any_large;
 
-  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
     piece_stride = kKeyBlock / 2 * padded_rows(columns);
     block_stride = pieces * piece_stride;
@@ -267,7 +266,7 @@ struct VectorOperand<Pairs> {
   int pieces;
   SpecialRows specials;
 
-  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
     piece_stride = padded_pairs(count) * padded_rows(columns);
     pair_stride = padded_rows(columns);

@@ -166,7 +166,7 @@ struct Delta<Pairs> {
   float* is_special;  // [kLanes] 1 where the row of the output or of its gradient is special, else 0
   bool any_special;
 
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     out.allocate(p, kLanes<Pairs>, p.value_dim, arena);
     residual.allocate(p, kLanes<Pairs>, p.value_dim, arena);
     product = arena.take<float>(16 * kLanes<Pairs>);

@@ -31,7 +31,7 @@ struct WeightOperand<Pairs> {
     return 4 * Pairs::pieces(p) * kLanePieces + (Pairs::pieces(p) > 1 ? output : 0);
   }
   static constexpr int64_t kMasks = PairEngine::kTiles ? 4 * kKeyBlock * kLanes<Pairs> : 0;
-  void allocate(const AttentionParams& p, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     pieces = Pairs::pieces(p);
     block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
     lanes = arena.take<uint32_t>(pieces * kLanePieces);

@@ -1,7 +1,8 @@
 // Scratch memory in one aligned block, handed out front to back.
 //
 // What needs scratch has a function allocate(..., arena), which takes it. The same function says how many
-// bytes that is, when it is called with an arena that only counts.
+// bytes that is, when it is called with an arena that only counts. It is out of line: each task would have
+// two copies of it, and of those of its parts.
 #pragma once
 
 namespace selfattn::cpu::SELFATTN_ISA {

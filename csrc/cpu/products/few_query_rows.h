@@ -135,8 +135,11 @@ struct RowTail {
   SELFATTN_INLINE typename S::Vec load(const typename Stored::Element* row) const {
     if (n >= S::kWidth) return Stored::load(row + at);
     // load_row is not used: a call would take the accumulators out of their registers.
-    T buffer[S::kWidth] = {};
-    for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(row, Stored::kDType, i);
+    T buffer[S::kWidth];
+    SELFATTN_ROLL
+    for (int64_t i = 0; i < S::kWidth; ++i) {
+      buffer[i] = i < n ? load_element<T>(row, Stored::kDType, i) : T(0);
+    }
     return S::load(buffer);
   }
   // Takes the sum after the tail's product in fresh lanes only. It is chosen afterwards, since a zero in

@@ -134,8 +134,14 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
       SELFATTN_UNROLL
       for (int r = 0; r < kRows; ++r) memcpy(s + r * row_step + key, scores + r * kKeys, kKeys * sizeof(T));
     } else {
+      // This is seldom, and unrolled it was a third of the function.
+      SELFATTN_ROLL
       for (int r = 0; r < kRows; ++r) {
-        for (int64_t j = 0; j < n; ++j) s[r * row_step + (key + j) * key_step] = scores[r * kKeys + j];
+        SELFATTN_ROLL
+        for (int64_t j = 0; j < kKeys; ++j) {
+          if (j == n) break;
+          s[r * row_step + (key + j) * key_step] = scores[r * kKeys + j];
+        }
       }
     }
   }
@@ -188,8 +194,8 @@ void few_query_scores_as(const typename Stored::Query* query, int64_t rows, cons
 // s[row * row_step + key * key_step] = <query row, key> for rows of `query`, [rows][padded head_dim] with
 // zeros in the padding, and at least one key.
 template <class T>
-void few_query_scores(const T* query, int64_t rows, const FewQueryRows& keys, int64_t head_dim, T* s,
-                      int64_t row_step, int64_t key_step) {
+SELFATTN_OUT_OF_LINE void few_query_scores(const T* query, int64_t rows, const FewQueryRows& keys,
+                                           int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
   if constexpr (sizeof(T) == 4) {
     if (keys.dtype == DType::kBFloat16) {
       return few_query_scores_as<T, StoredBFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);

@@ -148,7 +148,8 @@ void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQu
 
 // sums[row] += sum over keys of weights[row][key] * value[key], for at least one key.
 template <class T>
-void few_query_values(const FewQueryValues<T>& a, int64_t rows, const FewQueryRows& values) {
+SELFATTN_OUT_OF_LINE void few_query_values(const FewQueryValues<T>& a, int64_t rows,
+                                           const FewQueryRows& values) {
   if constexpr (sizeof(T) == 4) {
     if (values.dtype == DType::kBFloat16) {
       return few_query_value_steps(FewQueryColumns<T, StoredBFloat16<T>>(a.value_dim), a, rows, values);

@@ -75,7 +75,7 @@ struct LaneOperand {
   P* data;  // [columns][kLanes]
 
   bool rounds() const { return false; }
-  void allocate(const AttentionParams&, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams&, int64_t columns, Arena& arena) {
     data = arena.take<P>(round_up_to_vector<P>(columns) * kLanes<P>);
   }
   void load(const RowSource& s, P factor = P(1)) {
@@ -89,7 +89,7 @@ struct RowOperand {
   Rows<P> rows;
   P* buffer;
 
-  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     buffer = p.dtype == dtype_of<P>() ? nullptr : arena.take<P>(count * round_up_to_vector<P>(columns));
   }
   void load(const RowSource& s) { rows = rows_as<P>(s, false, buffer); }
@@ -115,7 +115,7 @@ struct VectorOperand {
   Rows<P> rows;
   P* buffer;
 
-  void allocate(const AttentionParams&, int64_t count, int64_t columns, Arena& arena) {
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams&, int64_t count, int64_t columns, Arena& arena) {
     buffer = arena.take<P>(count * round_up_to_vector<P>(columns));
   }
   void load(const RowSource& s) { rows = rows_as<P>(s, true, buffer); }
@@ -129,7 +129,9 @@ template <class P>
 struct WeightOperand {
   P* block;  // [kKeyBlock][kLanes]
 
-  void allocate(const AttentionParams&, Arena& arena) { block = arena.take<P>(kKeyBlock * kLanes<P>); }
+  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams&, Arena& arena) {
+    block = arena.take<P>(kKeyBlock * kLanes<P>);
+  }
   // Stores four rows of vectors. kPaired is for operands that need no block, `used` for those that round.
   template <Weigh kWeigh, bool kPaired>
   SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename Simd<P>::Vec (&v)[4],

@@ -5,6 +5,7 @@
 #include "../stable.h"
 
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
 
 #include <cstring>
 
