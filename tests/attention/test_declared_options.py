@@ -201,12 +201,18 @@ def queries(request: pytest.FixtureRequest) -> int:
     return result
 
 
-def pairs(operator_name: str, queries: int) -> Iterator[tuple[str, Options, Options]]:
+def pairs(
+    operator_name: str, queries: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Inputs, Options, Options]]:
+    """Yields each option that the forced kernel takes, with inputs, and two calls that differ in it."""
     known = changes(queries)
     for name in options_of(operator(operator_name)):
-        if name not in NAMES + PROMISES + NEEDS + LONGEST:
-            before, added = known[name]
-            yield name, before, before | added
+        if name in NAMES + PROMISES + NEEDS + LONGEST:
+            continue
+        before, added = known[name]
+        tensors = inputs(queries, dtype, before)
+        if not refused(name, partial(forward, tensors, before | added)):
+            yield name, tensors, before, before | added
 
 
 def test_every_option_of_the_schema_has_a_change() -> None:
@@ -216,20 +222,14 @@ def test_every_option_of_the_schema_has_a_change() -> None:
 
 
 def test_forward_applies_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
-    for name, before, after in pairs("attention_forward", queries):
-        tensors = inputs(queries, dtype, before)
-        if refused(name, partial(forward, tensors, after)):
-            continue
+    for name, tensors, before, after in pairs("attention_forward", queries, dtype):
         first, second = forward(tensors, before)[0], forward(tensors, after)[0]
         assert differ(first, second), f"attention_forward ignores {name}"
 
 
 def test_weights_apply_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
     """Both calls get the same row statistics, so that no effect on the forward is mistaken for one here."""
-    for name, before, after in pairs("attention_weights", queries):
-        tensors = inputs(queries, dtype, before)
-        if refused(name, partial(forward, tensors, after)):
-            continue
+    for name, tensors, before, after in pairs("attention_weights", queries, dtype):
         _, row_max, row_sum, _ = forward(tensors, before)
         if name == "sinks":
             # Sinks act only through the statistics.
@@ -240,10 +240,7 @@ def test_weights_apply_every_option(kernel: str, dtype: torch.dtype, queries: in
 
 def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
     """Both calls get the same results of the forward. Caches have no gradients."""
-    for name, before, after in pairs("attention_backward", queries):
-        tensors = inputs(queries, dtype, before)
-        if refused(name, partial(forward, tensors, after)):
-            continue
+    for name, tensors, before, after in pairs("attention_backward", queries, dtype):
         of_forward = forward(tensors, before)
         _, row_max, _, residual = of_forward
         given = {
@@ -274,12 +271,9 @@ def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries:
 
 def test_steps_on_a_cache_apply_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
     """The operator appends one new key to each sequence, then attends."""
-    for name, before, after in pairs("attention_with_cache", queries):
+    for name, tensors, before, after in pairs("attention_with_cache", queries, dtype):
         if {"cu_seqlens_k", "mask_shapes"} & after.keys():
             continue  # refused: keys and values are a cache
-        tensors = inputs(queries, dtype, before)
-        if refused(name, partial(forward, tensors, after)):
-            continue
         new = [torch.ones(BATCH, KV_HEADS, 1, width, dtype=dtype) for width in (HEAD_DIM, VALUE_DIM)]
         lengths = {"seqlens_k": integers(KEYS - 1, KEYS - 4)}
         results = []

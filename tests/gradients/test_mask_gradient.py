@@ -40,6 +40,10 @@ POSITIONS: list[dict[str, Any]] = [
 ]
 
 
+def named(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def hidden_mask(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Draws a mask that hides whole blocks or, if it is the same for all keys, whole rows."""
     mask = torch.randn(shape, dtype=torch.float64)
@@ -98,7 +102,7 @@ def check(
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("shape", SHAPES, ids=named)
 def test_every_broadcast(shape: tuple[int, ...], part: int, isa: str, one_thread: None) -> None:
     """Every dimension of the mask, whole or of size 1, meets all positions; .ci/run has all of both."""
     whole = sum(size > 1 for size in shape)
@@ -115,7 +119,7 @@ def of_kind(number: int) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=of_kind)
-@pytest.mark.parametrize("shape", SHAPES[::3], ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("shape", SHAPES[::3], ids=named)
 def test_dtypes_and_groups(shape: tuple[int, ...], number: int, isa: str, one_thread: None) -> None:
     """Every third of the shapes is checked; among them are all pairs of sizes of two dimensions."""
     check_kind(shape, number)
@@ -126,7 +130,7 @@ def test_dtypes_and_groups(shape: tuple[int, ...], number: int, isa: str, one_th
 @pytest.mark.parametrize(
     "shape",
     [shape for index, shape in enumerate(SHAPES) if index % 3 in turns.chosen((1, 2))],
-    ids=lambda shape: "x".join(map(str, shape)),
+    ids=named,
 )
 def test_dtypes_and_groups_of_the_other_shapes(
     shape: tuple[int, ...], number: int, isa: str, one_thread: None
@@ -134,9 +138,7 @@ def test_dtypes_and_groups_of_the_other_shapes(
     check_kind(shape, number)
 
 
-@pytest.mark.parametrize(
-    "shape", [(70, 100), (70, 1), (1, 100), (1, 1)], ids=lambda shape: "x".join(map(str, shape))
-)
+@pytest.mark.parametrize("shape", [(70, 100), (70, 1), (1, 100), (1, 1)], ids=named)
 def test_masks_of_any_magnitude(shape: tuple[int, ...], kernel: str) -> None:
     """A kernel's vectors reach beyond the last query, where no maximum is subtracted from such a score."""
     query, key, value = (torch.randn(1, 2, length, DIM) for length in (70, 100, 100))

@@ -6,12 +6,10 @@ import itertools
 
 import pytest
 import torch
+from test_mask_gradient import BATCH, DIM, HEADS, KEYS, QUERIES, named
 from tolerances import PEER_FACTOR
 
 from selfattn_ext import scaled_dot_product_attention
-
-BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and chunks of keys with a rest
-
 
 #: Shapes of masks that have a number for each row, for each column, or one for all.
 SHAPES = [
@@ -28,10 +26,6 @@ KINDS = [
         if index % 3
     ),
 ]
-
-
-def named(value: object) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @pytest.mark.parametrize(("shape", "mask_dtype"), KINDS, ids=named)

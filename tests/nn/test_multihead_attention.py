@@ -118,7 +118,6 @@ def run(
 
 @pytest.mark.parametrize("case", covering(OPTIONS), ids=name_of)
 def test_agrees_with_torch(case: dict[str, Any]) -> None:
-    torch.manual_seed(0)
     kdim, vdim = (5, 9) if case["inputs"] == "kdim_vdim" else (None, None)
     ours, theirs = make_pair(
         bias=case["bias"],
@@ -146,7 +145,6 @@ def test_agrees_with_torch(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("give_mask", [False, True])
 def test_is_causal(weights: bool, padding: bool, extra: dict[str, bool], give_mask: bool) -> None:
     """With the hint the result is that of the causal mask, with and without this mask."""
-    torch.manual_seed(1)
     ours, theirs = make_pair(dtype=torch.float64, **extra)
     x = torch.randn(LENGTH, BATCH, EMBED, dtype=torch.float64)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -176,7 +174,6 @@ def test_parameters_are_those_of_torch(options: dict[str, Any]) -> None:
 
 
 def test_dropout_weights_are_those_that_were_used() -> None:
-    torch.manual_seed(3)
     ours = MultiheadAttention(EMBED, HEADS, dropout=0.25, dtype=torch.float64, batch_first=True)
     x = torch.randn(2, 40, EMBED, dtype=torch.float64)
     out, dropped = ours(x, x, x, average_attn_weights=False)
@@ -203,7 +200,6 @@ def test_dropout_follows_the_seed() -> None:
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_wholly_hidden_query_gets_zeros(need_weights: bool) -> None:
-    torch.manual_seed(4)
     ours, _ = make_pair()
     x = torch.randn(LENGTH, 2, EMBED, requires_grad=True)
     hidden = torch.tensor([[True] * LENGTH, [False] * LENGTH])
@@ -217,7 +213,6 @@ def test_wholly_hidden_query_gets_zeros(need_weights: bool) -> None:
 
 
 def test_hidden_keys_may_hold_anything() -> None:
-    torch.manual_seed(5)
     ours, _ = make_pair()
     x = torch.randn(LENGTH, 1, EMBED)
     hidden = torch.tensor([[False, False, False, True, True]])
@@ -241,7 +236,6 @@ def test_empty_and_single_keys(length: int) -> None:
 
 @pytest.mark.cpu_only("torch takes nested tensors on its fast path alone, which set_default_device shuts")
 def test_nested_inputs() -> None:
-    torch.manual_seed(12)
     ours, theirs = make_pair(batch_first=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")

@@ -32,7 +32,6 @@ def make_layers(**options: Any) -> tuple[torch.nn.TransformerEncoderLayer, torch
 
 
 def test_encoder_layer_trains_alike() -> None:
-    torch.manual_seed(9)
     ours, theirs = make_layers()
     x = torch.randn(BATCH, LENGTH, EMBED)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(LENGTH)
@@ -48,7 +47,6 @@ def test_encoder_layer_trains_alike() -> None:
 @pytest.mark.cpu_only("torch.set_default_device shuts torch's fast path")
 def test_encoder_layer_fast_path() -> None:
     """In eval mode torch computes the plain layer from its parameters, but no layer with our options."""
-    torch.manual_seed(10)
     x = torch.randn(BATCH, LENGTH, EMBED)
     ours, theirs = make_layers()
 
@@ -68,7 +66,6 @@ def test_encoder_layer_fast_path() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_encoder_and_decoder_stacks(mode: str) -> None:
-    torch.manual_seed(11)
     theirs = torch.nn.Transformer(EMBED, HEADS, 2, 2, 24, dropout=0.0, batch_first=True)
     ours = copy.deepcopy(theirs)
     for module in list(ours.modules()):
@@ -100,7 +97,6 @@ class Named(MultiheadAttention):
     "copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
 def test_copies_and_subclasses(copy_of: Callable[[Any], Any]) -> None:
-    torch.manual_seed(13)
     module = Named("mine", 16, HEADS, num_kv_heads=2, rotary=True, window_size=(3, 0), add_bias_kv=False)
     x = torch.randn(6, 2, 16)
     expected = module(x, x, x)

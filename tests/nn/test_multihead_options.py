@@ -18,7 +18,6 @@ from selfattn_ext.nn import MultiheadAttention, multihead_attention
 
 def test_grouped_heads_equal_repeated_heads() -> None:
     """H_kv heads compute the same as H heads whose parameters repeat in groups."""
-    torch.manual_seed(6)
     for kv_heads, options in (
         (1, {}),
         (2, {"bias": False}),
@@ -52,7 +51,6 @@ def test_grouped_heads_equal_repeated_heads() -> None:
 @pytest.mark.parametrize("layout", ["batch_first", "sequence_first", "unbatched"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_is_the_formula(layout: str, interleaved: bool) -> None:
-    torch.manual_seed(7)
     rotary = {"rotary": True, "rotary_base": 100.0, "rotary_interleaved": interleaved}
     ours = MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64, **rotary)
     x, y = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(2, 9, 16, dtype=torch.float64)
@@ -77,7 +75,6 @@ def test_rotary_is_the_formula(layout: str, interleaved: bool) -> None:
 
 
 def test_window_is_a_band_mask() -> None:
-    torch.manual_seed(8)
     _, theirs = make_pair()
     ours = MultiheadAttention(EMBED, HEADS, window_size=(2, 1))
     ours.load_state_dict(theirs.state_dict())

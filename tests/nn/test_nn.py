@@ -42,7 +42,6 @@ def multi_head(m: MultiHeadSelfAttention, x: Tensor, visible: Tensor | None = No
 @pytest.mark.parametrize("shape", [(L, D), (B, L, D), (2, B, L, D), (B, 1, D), (0, L, D)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_self_attention(d_k: int | None, d_v: int | None, shape: tuple[int, ...], masked: bool) -> None:
-    torch.manual_seed(0)
     module = SelfAttention(D, d_k, d_v, dtype=torch.float64)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     visible = torch.ones(shape[-2], shape[-2], dtype=torch.bool).tril() if masked else None
@@ -65,7 +64,6 @@ def test_self_attention_parameters() -> None:
 @pytest.mark.parametrize("shape", [(L, D), (B, L, D), (2, B, L, D)], ids=str)
 @pytest.mark.parametrize("return_weights", [False, True])
 def test_multi_head(shape: tuple[int, ...], return_weights: bool) -> None:
-    torch.manual_seed(1)
     module = MultiHeadSelfAttention(D, H, dtype=torch.float64)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     visible = torch.ones(L, L, dtype=torch.bool).tril()
@@ -92,7 +90,6 @@ def test_multi_head_parameters() -> None:
     ids=str,
 )
 def test_masks_of_zero_and_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(2)
     module = MultiHeadSelfAttention(D, H)
     x = torch.randn(B, L, D)
     visible = torch.rand(shape) < 0.6
