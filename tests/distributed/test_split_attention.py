@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import turns
 from cases import Case, Judge, cotangents_of, gradients
 from processes import ranks
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.distributed import init_device_mesh
 
 from selfattn_ext import distributed
-from selfattn_ext.distributed.row_layout import Layout, put_rows
 
 # One group keeps these tests in one process, which starts its ranks once.
 pytestmark = pytest.mark.xdist_group("split_attention")
@@ -61,64 +61,53 @@ ROWS = {"query": 2, "key": 2, "value": 2, "out": 2, "lse": 2, "attn_mask": -2}
 
 
 def split_results(case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
-    """Runs on a rank; returns its part of a case's results and gradients."""
-    how = dict(way)
+    """Runs on a rank; returns a case's results and gradients, those of all ranks joined."""
+    how, inputs = dict(way), case.inputs()
     name = how.pop("name")
     function = distributed.ring_attention if name == "ring" else distributed.ulysses_attention
+    steps: list[dict[str, Any]] = [{"layout": how["layout"]}]
     if name == "both":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
         how |= {"group": mesh["heads"], "ring_group": mesh["ring"]}
+        steps = [{"group": mesh["ring"], **steps[0]}, {"group": mesh["heads"], "layout": "contiguous"}]
 
     def part(tensor: Tensor, dim: int) -> Tensor:
-        if tensor.size(dim) == 1 and dim == -2:
-            return tensor.detach()
-        if name == "both":
-            outer = distributed.shard_sequence(tensor.detach(), dim, group=mesh["ring"], layout=how["layout"])
-            return distributed.shard_sequence(outer, dim, group=mesh["heads"], layout="contiguous")
-        return distributed.shard_sequence(tensor.detach(), dim, layout=how["layout"])
+        for step in steps:
+            tensor = distributed.shard_sequence(tensor.detach(), dim, **step)
+        return tensor
+
+    def is_whole(name: str) -> bool:
+        """Tells whether every rank has the whole tensor."""
+        return name not in ROWS or (name == "attn_mask" and inputs[name].size(-2) == 1)
 
     tensors = {
-        name: (part(tensor, ROWS[name]) if name in ROWS else tensor.detach()).requires_grad_(
+        name: (tensor.detach() if is_whole(name) else part(tensor, ROWS[name])).requires_grad_(
             tensor.requires_grad
         )
-        for name, tensor in case.inputs().items()
+        for name, tensor in inputs.items()
     }
     torch.manual_seed(case.seed)
     out, lse = function(
         **tensors, **case.numbers(), **how, enable_gqa=case.heads != case.kv_heads, return_lse=True
     )
-    results = {"out": out, "lse": lse}
-    shapes = {"out": (case.batch, case.heads, case.queries, case.value_dim)}
-    shapes["lse"] = shapes["out"][:-1]
-    whole = {name: torch.empty(shape, dtype=results[name].dtype) for name, shape in shapes.items()}
+    shape = (case.batch, case.heads, case.queries, case.value_dim)
+    whole = {"out": out.new_empty(shape), "lse": lse.new_empty(shape[:-1])}
     cotangents = {name: part(tensor, 2) for name, tensor in cotangents_of(whole, case.seed).items()}
+    results = {"out": out, "lse": lse}
     found = results | gradients(results, cotangents, tensors)
-    return {name: tensor.detach() for name, tensor in found.items()}
-
-
-def joined(parts: list[dict[str, Tensor]], case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
-    """Joins tensors of which ranks have parts, and sums tensors that every rank has whole."""
-    found = {}
-    for name, first in parts[0].items():
-        of_ranks = [part[name] for part in parts]
-        dim = ROWS.get(name.removeprefix("grad of "))
-        if dim is None or (dim == -2 and first.dim() > 1 and case.inputs()["attn_mask"].size(-2) == 1):
-            found[name] = torch.stack(of_ranks).sum(0)
+    for name, tensor in found.items():
+        of = name.removeprefix("grad of ")
+        if is_whole(of):
+            dist.all_reduce(tensor)
             continue
-        size = sum(part.size(dim) for part in of_ranks)
-        if way["name"] == "both":
-            of_ranks = [torch.cat(of_ranks[at : at + 2], dim) for at in (0, 2)]
-        layout = Layout(way["layout"], (0, size), len(of_ranks))
-        shape = [*first.shape]
-        shape[dim] = size
-        found[name] = first.new_empty(shape)
-        for rank, part in enumerate(of_ranks):
-            put_rows(found[name], part, layout, rank, dim)
+        for step in reversed(steps):
+            tensor = distributed.unshard_sequence(tensor.detach(), ROWS[of], **step)
+        found[name] = tensor
     return found
 
 
 def check_split(case: Case, way: dict[str, Any], count: int) -> None:
-    results = joined(ranks(count)(split_results, case, way), case, way)
+    results, *_ = ranks(count)(split_results, case, way)
     tensors = case.inputs()
     whole = {name: results[name] for name in ("out", "lse")}
     Judge(case, tensors, cotangents_of(whole, case.seed)).assert_accurate(results)

@@ -229,10 +229,11 @@ def mask_of(functions: Functions, sizes: Sizes, block_size: int | tuple[int, int
     return create_block_mask(functions.mask_mod, *sizes, device=gpu.DEVICE, BLOCK_SIZE=block_size)
 
 
-def gradients(out: Tensor, given: Sequence[Tensor], learned: Sequence[Tensor] = ()) -> list[Tensor]:
-    leaves, weights = [*given, *learned], torch.arange(out.size(-1)) % 5 - 1
-    total = (out * weights).sum()
-    return list(torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True))
+def gradients(
+    out: Tensor, given: Sequence[Tensor], learned: Sequence[Tensor] = (), **how: Any
+) -> list[Tensor]:
+    total = (out * (torch.arange(out.size(-1)) % 5 - 1)).sum()
+    return list(torch.autograd.grad(total, [*given, *learned], materialize_grads=True, **how))
 
 
 def assert_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:

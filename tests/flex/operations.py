@@ -104,6 +104,8 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "*=": lambda x, y: (x + 0).mul_(y),
     "copy": lambda x, y: (x + 0).copy_(y),
 }
+#: torch raises errors or ends the process if these divide integers by 0, or the least integer by -1.
+DIVISIONS = {"floor_divide", "remainder", "fmod", "x / y to 0", "x / y down"}
 #: Compiled functions cannot use these operations; torch computes such functions in parts.
 NOT_COMPILED = {
     "erfinv": torch.erfinv,

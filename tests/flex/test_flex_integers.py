@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from functions import ALL, Functions, flex_attention, formula
-from operations import INTEGERS
+from operations import BINARY, DIVISIONS, INTEGERS, UNARY
 from torch import Tensor
 from written import Written, number_of
 
@@ -117,48 +117,19 @@ def test_tensors_of_many_elements() -> None:
     check(Functions(lambda s, b, h, i, j: s * table[2**31 + i] + table[j]))
 
 
-#: Pairs of operators, and whether the right operand must not be 0.
-_TWO: list[tuple[Callable[[Any, Any], Any], bool]] = [
-    (lambda a, b: a + b, False),
-    (lambda a, b: a - b, False),
-    (lambda a, b: a * b, False),
-    (lambda a, b: a // b, True),
-    (lambda a, b: a % b, True),
-    (torch.fmod, True),
-    (lambda a, b: torch.div(a, b, rounding_mode="trunc"), True),
-    (lambda a, b: a & b, False),
-    (lambda a, b: a | b, False),
-    (lambda a, b: a ^ b, False),
-    (torch.minimum, False),
-    (torch.maximum, False),
-    (lambda a, b: torch.where(a < b, a, b + 1), False),
-    (lambda a, b: a**b, False),
-    (lambda a, b: torch.sub(a, b, alpha=3), False),
-    (lambda a, b: torch.rsub(a, b, alpha=3), False),
-    (lambda a, b: a << b, False),
-    (lambda a, b: a >> b, False),
-]
+#: Operations on two integers, and on one.
+_TWO = ["add", "sub", "mul", "floor_divide", "remainder", "fmod", "minimum", "maximum", "pow"]
+_TWO += ["bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift"]
+_TWO += ["x / y to 0", "the larger", "x + 3 * y", "x - 2 * y", "y - x"]
+_OF_ONE = ["neg", "bitwise_not", "abs", "square", "sign", "clamp", "clamp to most", "x to torch.int32"]
+_OF_ONE += ["x to torch.int8", "x to torch.int64", "x << 2", "x >> 1", "1 - x", "x // 3", "x % 3", "x ** 2"]
 _ONE: list[Callable[[Any], Any]] = [
-    lambda a: -a,
-    lambda a: ~a,
-    torch.abs,
-    torch.square,
-    torch.sign,
+    *(UNARY[name] for name in _OF_ONE),
     lambda a: a.clamp(-1000, 2**20),
-    lambda a: a.clamp(max=7),
-    lambda a: a.to(torch.int32),
-    lambda a: a.to(torch.int8),
-    lambda a: a.to(torch.int64),
-    lambda a: a << 7,
-    lambda a: a >> 3,
-    lambda a: 5 - a,
-    lambda a: a // -3,
-    lambda a: a % 64,
-    lambda a: a * 46341,
-    lambda a: a + 2**31,
-    lambda a: a**2,
-    lambda a: (a > 3).long(),
     lambda a: a.clamp(0, 100) // 200,  # which is -56 in int8
+    lambda a: (a > 3).long(),
+    lambda a: a + 2**31,
+    lambda a: a * 46341,
     lambda a: a << (a % 70 - 2),
     lambda a: a >> (a % 70 - 2),
 ]
@@ -175,8 +146,8 @@ def random_integers(seed: int) -> Callable[[Tensor, Tensor], Tensor]:
             if choice.random() < 0.5:
                 numbers.append(choice.choice(_ONE)(a))
             else:
-                op, divides = choice.choice(_TWO)
-                numbers.append(op(a, (b & 0x3F) + 1 if divides else b))
+                name = choice.choice(_TWO)
+                numbers.append(BINARY[name](a, (b & 0x3F) + 1 if name in DIVISIONS else b))
         return numbers[-1]
 
     return function

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import turns
-from operations import BINARY, DTYPES, NOT_COMPILED, UNARY, special_numbers
+from operations import BINARY, DIVISIONS, DTYPES, NOT_COMPILED, UNARY, special_numbers
 from torch import Tensor
 from written import Written, number_of
 
@@ -23,8 +23,6 @@ from selfattn_ext.flex.tracing import trace
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.xdist_group("operations")]
 
-#: torch raises errors or ends the process if these divide integers by 0, or the least integer by -1.
-_DIVISIONS = {"floor_divide", "remainder", "fmod", "x / y to 0", "x / y down"}
 #: These subtract nearly equal numbers, so the difference is as wrong as the numbers are.
 _CANCELLING = {"tanhshrink", "gelu", "gelu by tanh", "logaddexp2", "softshrink", "logsigmoid"}
 #: Given 0 and -0, torch returns either of them, depending on the dtype and the place in memory.
@@ -61,7 +59,7 @@ def cases(part: int) -> list[Case]:
     for place, (first, second) in enumerate(itertools.product(DTYPES, DTYPES)):
         for number, (name, op) in enumerate(BINARY.items(), place):
             if part == (0 if first == second else number % PARTS):
-                found.append(Case(name, op, pairs(first, second, name in _DIVISIONS)))
+                found.append(Case(name, op, pairs(first, second, name in DIVISIONS)))
     return found
 
 

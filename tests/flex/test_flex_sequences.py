@@ -216,41 +216,6 @@ def test_the_bits_of_calls_of_their_own(name: str, dtype: torch.dtype) -> None:
         assert_same([out, *gradients(out, packed.tensors)], [alone, *gradients(alone, packed.tensors)])
 
 
-def test_a_padded_batch_and_documents_of_one_sequence() -> None:
-    """The tokens are given as packed sequences, as a padded batch, and as documents of one long sequence."""
-    lengths = [20, 33, 7]
-    packed = Packed([(n, n) for n in lengths], torch.float64, HEADS)
-    table = learned(3, 33, dtype=torch.float64)
-    rows = [tensor[:-3] for tensor in packed.tensors]
-    number = torch.arange(3).repeat_interleave(torch.tensor(lengths))
-    within = torch.cat([torch.arange(n) for n in lengths])
-
-    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return s + table[b, q] * kv
-
-    def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return q >= kv
-
-    out = packed.run(Functions(score_mod, causal))[:-3]
-    padded = [torch.nn.utils.rnn.pad_sequence(list(t.split(lengths)), True).transpose(1, 2) for t in rows]
-    of_batch = flex_attention(
-        *padded, score_mod, create_block_mask(causal, None, None, 33, 33, device=gpu.DEVICE, BLOCK_SIZE=16)
-    )
-    of_batch = torch.cat([of_batch[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
-    mask = create_block_mask(
-        lambda b, h, q, kv: (number[q] == number[kv]) & (q >= kv), None, None, 60, 60, device=gpu.DEVICE
-    )
-    of_documents = flex_attention(
-        *(t.transpose(0, 1).unsqueeze(0) for t in rows),
-        lambda s, b, h, q, kv: score_mod(s, number[q], h, within[q], within[kv]),
-        mask,
-    )[0].transpose(0, 1)
-    leaves = [*packed.tensors, table]
-    for other in (of_batch, of_documents):
-        torch.testing.assert_close(out, other, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gradients(out, leaves), gradients(other, leaves))
-
-
 def test_weights_and_statistics() -> None:
     packed, functions = Packed(dtype=torch.float64), of_sequences(torch.float64)
     out, weights, lse = packed.run(functions, return_weights=True, return_lse=True)

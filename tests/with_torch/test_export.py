@@ -93,32 +93,23 @@ def test_exported_calls_hold_for_all_shapes_and_have_gradients(strict: bool) -> 
     torch.testing.assert_close(list(results), [result.detach() for result in expected[: len(results)]])
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        selfattn_ext.SelfAttention(16),
-        selfattn_ext.MultiHeadSelfAttention(16, HEADS),
-        selfattn_ext.MultiheadAttention(16, HEADS, batch_first=True, num_kv_heads=2, rotary=True),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_exported_layers_train(layer: torch.nn.Module) -> None:
-    class Once(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = selfattn_ext.SelfAttention(16)
+        self.many = selfattn_ext.MultiHeadSelfAttention(16, HEADS)
+        self.drop_in = selfattn_ext.MultiheadAttention(
+            16, HEADS, batch_first=True, num_kv_heads=2, rotary=True
+        )
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if isinstance(layer, selfattn_ext.MultiheadAttention):
-                return self.layer(x, x, x, is_causal=True)[0]
-            result = self.layer(x, is_causal=True)
-            return result[0] if isinstance(result, tuple) else result
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.many(self.one(x, is_causal=True)[0], is_causal=True)
+        return self.drop_in(x, x, x, is_causal=True)[0]
 
-    module = Once()
-    program = export(module, (torch.randn(2, 5, 16),), dynamic_shapes=({0: BATCH, 1: LENGTH},))
-    twin = program.module()
-    x = torch.randn(3, 11, 16)
+
+def test_exported_layers_train() -> None:
+    module, x = Layers(), torch.randn(3, 11, 16)
+    program = export(module, (torch.randn(2, 5, 16),), dynamic_shapes=({0: BATCH, 1: LENGTH},)).module()
     expected = outcome(module, [x], module.parameters())
-    torch.testing.assert_close(outcome(twin, [x], twin.parameters()), expected)
-    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(outcome(compiled, [x], twin.parameters()), expected)
+    for each in (program, torch.compile(program, backend="aot_eager", fullgraph=True)):
+        torch.testing.assert_close(outcome(each, [x], program.parameters()), expected)
