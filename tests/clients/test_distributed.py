@@ -31,6 +31,12 @@ class Model(torch.nn.Module):
         heads = x.unflatten(-1, (4, 4)).transpose(1, 2)
         return selfattn_ext.scaled_dot_product_attention(heads, heads, heads, self.bias, sinks=self.sinks)
 
+def started(rank, file):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    return Model().double(), torch.randn(4, 9, 16, dtype=torch.float64)
+
 def gradients(model, x):
     model.zero_grad()
     model(x).square().mean().backward()
@@ -39,10 +45,7 @@ def gradients(model, x):
 
 DATA_PARALLEL = """
 def run(rank, file, how):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model, x = Model().double(), torch.randn(4, 9, 16, dtype=torch.float64)
+    model, x = started(rank, file)
     expected = gradients(model, x)
     shared = DistributedDataParallel(model)
     if how == "compiled":
@@ -67,10 +70,7 @@ def losses(model, x):
     return torch.stack(found).detach()
 
 def run(rank, file, how):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model, alone, x = Model().double(), Model().double(), torch.randn(4, 9, 16, dtype=torch.float64)
+    (model, x), alone = started(rank, file), Model().double()
     alone.load_state_dict(model.state_dict())
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     dtypes = (torch.bfloat16, torch.float32) if how == "bfloat16" else ()

@@ -17,6 +17,7 @@ from transformers_models import (
     VERSION,
     Trio,
     built,
+    generated,
     image,
     kernel_calls,
     logits_of,
@@ -78,20 +79,7 @@ def test_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen2Moe", "StableLm"])
 def test_generation(name: str) -> None:
-    inputs = inputs_of(name)
-
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        result = model.generate(
-            **inputs,
-            max_new_tokens=3,
-            min_new_tokens=3,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        return {"tokens": result.sequences.double(), "logits": torch.stack(result.logits)}
-
-    Trio(model_of(name)).check(run, least_calls=2 * 3)
+    Trio(model_of(name)).check(lambda model: generated(model, inputs_of(name), 3), least_calls=2 * 3)
 
 
 @pytest.mark.parametrize("name", ["Bert", "T5"])

@@ -22,6 +22,7 @@ from transformers_models import (
     VERSION,
     Trio,
     built,
+    generated,
     gradients,
     image,
     in_dtype,
@@ -150,43 +151,22 @@ def test_logits_and_gradients(trio: tuple[Model, Trio], side: str) -> None:
     assert len(results) > 10
 
 
-def generated() -> list[tuple[str, str, str]]:
-    """Returns names, sides and caches. 4.57's static caches need keys and values of one size, with eager
-    attention, too.
-    """
-    both = [(name, side) for name in DECODERS for side in ("none", "left")]
-    both += [(name, "left") for name in ("whisper", "bart", "t5")]
-    found = [(*one, cache) for one in both for cache in ("dynamic", "static")]
-    if VERSION < (5, 0):
-        found = [one for one in found if one[0] != "deepseek-v3" or one[2] != "static"]
-    return found + [(name, "left", "dynamic") for name in MODELS if name in ("deepseek-v3.2", "glm-moe-dsa")]
+GENERATED = [(name, side) for name in DECODERS for side in ("none", "left")]
+GENERATED += [(name, "left") for name in ("whisper", "bart", "t5")]
+GENERATED = [(*one, cache) for one in GENERATED for cache in ("dynamic", "static")]
+GENERATED += [(name, "left", "dynamic") for name in MODELS if name in ("deepseek-v3.2", "glm-moe-dsa")]
+if VERSION < (5, 0):
+    # 4.57's static caches need keys and values of one size, with eager attention, too.
+    GENERATED = [one for one in GENERATED if one[0] != "deepseek-v3" or one[2] != "static"]
 
 
-@pytest.mark.parametrize(("trio", "side", "cache"), generated(), indirect=["trio"])
+@pytest.mark.parametrize(("trio", "side", "cache"), GENERATED, indirect=["trio"])
 def test_generation(trio: tuple[Model, Trio], side: str, cache: str) -> None:
     described, models = trio
     inputs = described.inputs(side)
     inputs.pop("decoder_attention_mask", None)
     options: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": "static"}
-    steps = 6
-
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        with torch.no_grad():
-            # Whisper has a function of its own, which makes features of longer sound.
-            result = transformers.GenerationMixin.generate(
-                model,
-                **in_dtype(inputs, model),
-                max_new_tokens=steps,
-                min_new_tokens=steps,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **options,
-            )
-        # The tokens are compared, too, because later logits of different tokens are no judges.
-        return {"tokens": result.sequences.double(), "logits": torch.stack(result.logits)}
-
-    models.check(run, least_calls=described.step_calls * steps)
+    models.check(lambda model: generated(model, inputs, 6, **options), least_calls=6 * described.step_calls)
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tolerances import assert_accurate
 from torch import Tensor, nn
 from transformers import masking_utils
 from transformers_models import (
@@ -20,10 +19,13 @@ from transformers_models import (
     SIZES,
     TOKENS,
     VERSION,
+    Trio,
+    as_implementation,
     built,
     kernel_calls,
+    logits_of,
     mask_arguments,
-    padding,
+    text,
     tokens,
 )
 
@@ -132,30 +134,22 @@ def test_a_model_of_a_notebook_is_taken() -> None:
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_classes_from_a_table(alibi: bool, side: str) -> None:
-    config = transformers.FalconConfig(**SIZES, alibi=alibi)
-    model = built(config)
-    # With ALiBi, transformers' "eager" adds the slopes twice: to the scores, and by the mask.
-    other = "sdpa" if alibi else "eager"
-    peer = type(model)._from_config(copy.deepcopy(config), attn_implementation=other).eval()
-    peer.load_state_dict(model.state_dict())
-    exact = copy.deepcopy(peer).double()
-    ids = tokens()
-    mask = padding(ids, side)
+    model = built(transformers.FalconConfig(**SIZES, alibi=alibi))
+    models, inputs = Trio(model), text(side)
+    if alibi:
+        # transformers' "eager" adds the slopes twice: to the scores, and by the mask.
+        models.peer = as_implementation(copy.deepcopy(model), "sdpa")
 
-    def run(model: nn.Module, **more: Any) -> Tensor:
+    def run(model: nn.Module, **more: Any) -> dict[str, Tensor]:
         with torch.no_grad():
-            return model(ids, attention_mask=mask, **more).logits[mask.bool()]
+            return {"logits": logits_of(model, inputs, **more)}
 
     for ours in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        with kernel_calls() as calls:
-            logits = run(ours, use_cache=False)
-        assert len(calls) == 2
-        assert_accurate("logits", logits, run(exact), run(peer), float(logits.abs().max()), torch.float32)
+        models.ours = ours
+        models.check(run, least_calls=2)
     if not alibi:
         # The class computes weights by the formula, which adds the mask to the scores.
-        size = float(logits.abs().max())
-        gathered = run(model, output_attentions=True)
-        assert_accurate("with weights", gathered, run(exact), run(peer), size, torch.float32)
+        models.check(lambda model: run(model, output_attentions=True), least_calls=0)
 
 
 # Masks that models compute with come next.

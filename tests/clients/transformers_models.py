@@ -189,7 +189,7 @@ def as_implementation(model: nn.Module, name: str) -> nn.Module:
         model.set_attn_implementation(name)
         return model
     # Some models of 4.57 keep the attention they were built with. Their "sdpa", if any, stays in float64.
-    name = "sdpa" if name == FORMULA and model._supports_sdpa else "eager"
+    name = "sdpa" if name in (FORMULA, "sdpa") and model._supports_sdpa else "eager"
     other = type(model)._from_config(model.config, attn_implementation=name)
     other.load_state_dict(model.state_dict())
     return other.to(next(model.parameters()).dtype).eval()
@@ -263,6 +263,23 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor], **more: Any) -> Tenso
     prefix = "decoder_" if "decoder_input_ids" in inputs else ""
     seen = inputs.get(f"{prefix}attention_mask")
     return logits if seen is None else logits[seen.bool()]
+
+
+def generated(model: nn.Module, inputs: dict[str, Tensor], steps: int, **options: Any) -> dict[str, Tensor]:
+    """Generates tokens; returns them, too, because later logits of different tokens are no judges."""
+    with torch.no_grad():
+        # Whisper has a function of its own, which makes features of longer sound.
+        result = transformers.GenerationMixin.generate(
+            model,
+            **in_dtype(inputs, model),
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    return {"tokens": result.sequences.double(), "logits": torch.stack(result.logits)}
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
