@@ -85,15 +85,19 @@ struct Simd<float> : PortableSimd<float, int32_t, 4> {
   static SELFATTN_INLINE Vec interleave_high(Vec a, Vec b) { return Vec{a[2], b[2], a[3], b[3]}; }
 
   static SELFATTN_INLINE Vec load_bfloat16(const uint16_t* p) {
-    return Vec{float_from_bfloat16(p[0]), float_from_bfloat16(p[1]), float_from_bfloat16(p[2]),
-               float_from_bfloat16(p[3])};
+    return (Vec)(Mask{p[0], p[1], p[2], p[3]} << 16);
   }
   static SELFATTN_INLINE void store_bfloat16(uint16_t* p, Vec v) {
     for (int i = 0; i < kWidth; ++i) p[i] = bfloat16_from_float(v[i]);
   }
+  // Does what float_from_float16 does, for all lanes at once.
   static SELFATTN_INLINE Vec load_float16(const uint16_t* p) {
-    return Vec{float_from_float16(p[0]), float_from_float16(p[1]), float_from_float16(p[2]),
-               float_from_float16(p[3])};
+    const Mask bits{p[0], p[1], p[2], p[3]}, magnitude = bits & 0x7fff, shifted = magnitude << 13;
+    const Vec subnormal = __builtin_convertvector(magnitude, Vec) * 0x1p-24f;
+    const Mask inf_or_nan = shifted | 0x7f800000, normal = shifted + (112 << 23);
+    const Vec finite = select(magnitude < 0x400, subnormal, (Vec)normal);
+    const Vec absolute = select(magnitude >= 0x7c00, (Vec)inf_or_nan, finite);
+    return (Vec)((Mask)absolute | (bits & 0x8000) << 16);
   }
   static SELFATTN_INLINE void store_float16(uint16_t* p, Vec v) {
     for (int i = 0; i < kWidth; ++i) p[i] = float16_from_float(v[i]);
