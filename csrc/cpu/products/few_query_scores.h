@@ -95,6 +95,8 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
   const RowTail<T, Stored> tail(head_dim);
   RowWalk walk = keys.rows;
   RowsAhead walk_ahead = keys.soon;
+  RowWalk::Steps key_rows(walk);
+  RowsAhead::Steps soon_rows(walk_ahead);
   for (int64_t key = 0; key < count; key += kKeys) {
     const int64_t n = smaller(count - key, kKeys);
     // The sums of a key's rows become one vector before the next key's are begun: all of them together would
@@ -105,8 +107,8 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
       const Element *rows[kAtOnce], *soon[kAtOnce];
       SELFATTN_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {  // past the end the walk repeats the last key
-        rows[j] = reinterpret_cast<const Element*>(walk.next());
-        soon[j] = reinterpret_cast<const Element*>(walk_ahead.next());
+        rows[j] = reinterpret_cast<const Element*>(key_rows.next());
+        soon[j] = reinterpret_cast<const Element*>(soon_rows.next());
       }
       // Memory is read fastest in its own order.
       const bool in_order = kAtOnce > 1 && soon[kAtOnce - 1] - soon[0] == (kAtOnce - 1) * head_dim;

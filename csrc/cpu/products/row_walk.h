@@ -142,13 +142,13 @@ class RowWalk {
   SELFATTN_INLINE const char* next() {
     const char* row = run_.first;
     run_.first += run_.step;
-    if (--run_.rows == 0) enter_next();
+    if (--run_.rows == 0) run_ = next_of(runs_);
     return row;
   }
   void skip(int64_t rows) {
     while (rows >= run_.rows) {
       rows -= run_.rows;
-      enter_next();
+      run_ = next_of(runs_);
     }
     run_.first += rows * run_.step;
     run_.rows -= rows;
@@ -159,6 +159,23 @@ class RowWalk {
     walk.run_.first += walk.runs_.turn_to(head);
     return walk;
   }
+  // Takes rows one by one, for a loop. What changes with every row stays in registers: only the walk, which
+  // keeps the runs, has an address.
+  class Steps {
+   public:
+    explicit SELFATTN_INLINE Steps(RowWalk& walk) : runs_(walk.runs_), run_(walk.run_) {}
+    SELFATTN_INLINE const char* next() {
+      const char* row = run_.first;
+      run_.first += run_.step;
+      if (--run_.rows == 0) run_ = next_of(runs_);
+      return row;
+    }
+
+   private:
+    RowRuns& runs_;
+    RowRun run_;
+  };
+
   int64_t step() const { return run_.step; }
   // Whether only the last row is left, for ever.
   bool ended() const { return run_.step == 0 && run_.rows > INT64_MAX / 2; }
@@ -167,7 +184,7 @@ class RowWalk {
   RowRuns runs_;
   RowRun run_;
 
-  SELFATTN_OUT_OF_LINE void enter_next() { run_ = runs_.next(); }
+  SELFATTN_OUT_OF_LINE static RowRun next_of(RowRuns& runs) { return runs.next(); }
 };
 
 // Prefetches a line. It reads nothing, so the address may lie past the tensor's end. kFetchInto is 3 for all
@@ -200,13 +217,24 @@ class RowsAhead {
     for (left_ -= n; left_ <= 0; left_ += rows_of_page_) next_page();
     return rows_.take(n);
   }
-  SELFATTN_INLINE const char* next() {
-    if (--left_ == 0) {
-      next_page();
-      left_ = rows_of_page_;
+  // See RowWalk::Steps.
+  class Steps {
+   public:
+    explicit SELFATTN_INLINE Steps(RowsAhead& ahead)
+        : ahead_(ahead), rows_(ahead.rows_), left_(ahead.left_) {}
+    SELFATTN_INLINE const char* next() {
+      if (--left_ == 0) {
+        ahead_.next_page();
+        left_ = ahead_.rows_of_page_;
+      }
+      return rows_.next();
     }
-    return rows_.next();
-  }
+
+   private:
+    RowsAhead& ahead_;
+    RowWalk::Steps rows_;
+    int64_t left_;
+  };
 
  private:
   static constexpr int64_t kMemoryPage = 4096, kMemoryPagesAhead = 4;
