@@ -60,15 +60,9 @@ def test_archive_and_package_hold_what_a_build_needs(tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    needed = {
-        "setup.py",
-        "pyproject.toml",
-        ".pep517/build_backend.py",
-        "CMakeLists.txt",
-        "Makefile",
-        "LICENSE",
-    }
-    needed |= {"selfattn_ext/build/sources.py", "selfattn_ext/py.typed", "tests/building/test_install.py"}
+    needed = {"setup.py", "pyproject.toml", ".pep517/build_backend.py", "CMakeLists.txt", "Makefile"}
+    needed |= {"LICENSE", "selfattn_ext/build/sources.py", "selfattn_ext/py.typed"}
+    needed.add("tests/building/test_install.py")
     needed |= {f"csrc/{name}" for name in files_below(ROOT / "csrc")}
     assert needed <= names
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]

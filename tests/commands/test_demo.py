@@ -156,15 +156,8 @@ def test_the_race_takes_turns_on_the_same_batches() -> None:
 
     found = corpus()
     twins = race.line_up(demo.ATTENTIONS, len(found.symbols), SMALL, DEVICE)
-    race.train(
-        [Recorder(twin.name, twin.model, twin.optimizer) for twin in twins],
-        found,
-        3,
-        2,
-        0,
-        DEVICE,
-        race.Budget(600),
-    )
+    recorders = [Recorder(twin.name, twin.model, twin.optimizer) for twin in twins]
+    race.train(recorders, found, 3, 2, 0, DEVICE, race.Budget(600))
     names = [name for name, _ in demo.ATTENTIONS]
     assert [name for name, _, _ in turns] == names * 3
     for step in range(3):

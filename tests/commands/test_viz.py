@@ -59,17 +59,8 @@ def test_one_head_shows_the_weights_and_the_tokens() -> None:
 def test_options_of_one_head() -> None:
     figure, ax = plt.subplots()
     weights = make_weights(2, 3)
-    returned = viz.plot_attention(
-        weights,
-        ["a", "b"],
-        key_tokens=list("xyz"),
-        ax=ax,
-        cmap="magma",
-        vmin=None,
-        vmax=1,
-        colorbar=False,
-        annotate=False,
-    )
+    options = {"cmap": "magma", "vmin": None, "vmax": 1, "colorbar": False, "annotate": False}
+    returned = viz.plot_attention(weights, ["a", "b"], key_tokens=list("xyz"), ax=ax, **options)
     assert returned is ax
     assert figure.axes == [ax]
     assert labels(ax.xaxis) == ["x", "y", "z"]

@@ -20,15 +20,7 @@ from matplotlib.text import Text
 from selfattn_ext import viz
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
-LONG = [
-    "internationalization",
-    "is",
-    "characteristically",
-    "uncharacteristic",
-    "of",
-    "straightforwardness",
-    "x",
-]
+LONG = ["internationalization", "is", "characteristically", "uncharacteristic", "of", "straightforwardness"]
 CHARACTERS = list("The  quick\n  brown fox\tjumps over a lazy dog MWMW")[:40]
 
 
@@ -78,7 +70,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
     **{f"{n} heads": lambda n=n: viz.plot_heads(weights(n, 9, 9), WORDS) for n in (1, 4, 12)},
     "heads with a long title": lambda: viz.plot_heads(weights(1, 5, 5), title="many words in a title " * 5),
     "heads of sixty": lambda: viz.plot_heads(weights(4, 60, 60), [f"word{i}" for i in range(60)]),
-    "heads with long words": lambda: viz.plot_heads(weights(5, 7, 7, causal=False), LONG),
+    "heads with long words": lambda: viz.plot_heads(weights(5, 6, 6, causal=False), LONG),
     "heads without words": lambda: viz.plot_heads(weights(4, 300, 300)),
     "heads that cross": lambda: viz.plot_heads(weights(3, 4, 15, causal=False), WORDS[:4]),
     "characters": lambda: viz.plot_layers(weights(2, 2, 40, 40), CHARACTERS, title="the demo"),
@@ -87,13 +79,13 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "layers of several numbers of heads": lambda: viz.plot_layers(
         [weights(1, 9, 9), weights(3, 9, 9)], WORDS
     ),
-    "one with long words": lambda: viz.plot_attention(weights(7, 7), LONG, title="a title of some words"),
+    "one with long words": lambda: viz.plot_attention(weights(6, 6), LONG, title="a title of some words"),
     "one with a long title": lambda: viz.plot_attention(weights(3, 3), title="many words in a title " * 4),
     "one of sixty": lambda: viz.plot_attention(weights(60, 60), [f"word{i}" for i in range(60)]),
     "one row": lambda: viz.plot_attention(weights(1, 60, causal=False), ["the"]),
     "one column": lambda: viz.plot_attention(weights(30, 1, causal=False)),
     "a mask": lambda: viz.plot_mask(is_causal=True, sizes=(9, 9), tokens=WORDS, title="causal"),
-    "a mask with long words": lambda: viz.plot_mask(is_causal=True, sizes=(7, 7), tokens=LONG),
+    "a mask with long words": lambda: viz.plot_mask(is_causal=True, sizes=(6, 6), tokens=LONG),
     "a large mask": lambda: viz.plot_mask(is_causal=True, sizes=(300, 200)),
     "a row of a mask": lambda: viz.plot_mask(window_size=(40, 0), sizes=(1, 60), query_offset=59),
 }

@@ -64,16 +64,11 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 def documents() -> BlockMask:
     """Returns the mask of documents of 5, 9 and 4 tokens, in blocks of 4 queries and 6 keys."""
     document = torch.tensor([0] * 5 + [1] * 9 + [2] * 4)
-    device = document.device
-    return create_block_mask(
-        lambda b, h, q, kv: document[q] == document[kv],
-        None,
-        None,
-        18,
-        18,
-        device=str(device),
-        BLOCK_SIZE=(4, 6),
-    )
+
+    def same(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return document[q] == document[kv]
+
+    return create_block_mask(same, None, None, 18, 18, device=str(document.device), BLOCK_SIZE=(4, 6))
 
 
 def test_a_mask_function_shows_queries_down_and_keys_across() -> None:

@@ -18,6 +18,7 @@ def test_table() -> None:
     assert {kernel.name for kernel in everything} == {"fused", "loops"}
     assert [kernel for kernel in everything if kernel.available] == here
     assert "scalar" in backends.cpu_isas()
+    assert {("fused", "scalar"), ("loops", "scalar")} <= {(kernel.name, kernel.isa) for kernel in here}
     for kernel in everything:
         assert kernel.description
         assert kernel.isa in str(kernel)

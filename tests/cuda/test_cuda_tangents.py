@@ -13,15 +13,8 @@ from tangent_case import Named, TangentCase, cotangents_from, gradients_for, jud
 gpu.need()
 
 ON_THE_CPU = {"device": "cpu", "lse": True}
-EVERYTHING = {
-    "mask": "float heads",
-    "is_causal": True,
-    "query_offset": 5,
-    "softcap": 1.5,
-    "alibi": 2,
-    "sinks": 2,
-    "dropout_p": 0.3,
-}
+EVERYTHING = {"mask": "float heads", "is_causal": True, "query_offset": 5, "softcap": 1.5}
+EVERYTHING |= {"alibi": 2, "sinks": 2, "dropout_p": 0.3}
 CASES = [
     TangentCase(1, 2, 1, 66, 70, 24, 40, torch.float32, **ON_THE_CPU),
     TangentCase(1, 2, 1, 66, 70, 24, 40, torch.bfloat16, **ON_THE_CPU, **EVERYTHING),

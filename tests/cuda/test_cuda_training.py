@@ -6,6 +6,7 @@ The tests of gradients' numbers run on every device: see tests/support/gpu.py.
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -280,16 +281,6 @@ def test_layers_train_on_either_device_alike(name: str, cuda_kernel: str) -> Non
         assert_accurate(parameter_name, theirs.grad.cpu(), judge.grad, ours.grad)
 
 
-def peak(call: Callable[[], object]) -> int:
-    """The most bytes that a call allocates beyond those in use before it."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @pytest.mark.parametrize("option", ["plain", "mask of keys", "mask of rows", "slopes and sinks", "dropout"])
 @dtypes
 def test_memory_of_the_backward_does_not_grow_with_the_square_of_the_length(
@@ -311,10 +302,8 @@ def test_memory_of_the_backward_does_not_grow_with_the_square_of_the_length(
         points = [tensor.requires_grad_() for tensor in tensors]
         learned = points + [tensor for tensor in options.values() if isinstance(tensor, Tensor)]
         out = scaled_dot_product_attention(*points, **options)
-        cotangent = torch.randn_like(out)
-        extra.append(
-            peak(lambda out=out, learned=learned, to=cotangent: torch.autograd.grad(out, learned, to))
-        )
+        backward = functools.partial(torch.autograd.grad, out, learned, torch.randn_like(out))
+        extra.append(gpu.peak(backward))
     # Gradients, and some numbers per row and per block, are allowed; a matrix of scores would have grown
     # sixteenfold.
     assert extra[1] <= 4.5 * extra[0]
@@ -326,7 +315,7 @@ def test_memory_of_a_mask_gradient_is_that_of_the_gradient(cuda_kernel: str) -> 
     mask = torch.zeros(length, length, device="cuda", requires_grad=True)
     out = scaled_dot_product_attention(*points, mask)
     cotangent = torch.randn_like(out)
-    extra = peak(lambda: torch.autograd.grad(out, mask, cotangent))
+    extra = gpu.peak(lambda: torch.autograd.grad(out, mask, cotangent))
     # One matrix of 32 is allowed besides the gradients of query, key and value, which the operator always
     # returns.
     gradients = sum(point.nbytes for point in points)

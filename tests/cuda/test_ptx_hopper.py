@@ -93,7 +93,6 @@ int main() {
 
 
 PLACE = r"PTX line \d+: .*\n.*hopper_wrong\.cu:\d+"
-DEADLOCK = r"deadlock; .*warps? 0 waits for the mbarrier at byte 8 .*"
 BEFORE_WAIT = r"this touches a register of a product before the wait for it: PTX line \d+: wgmma"
 DESCRIPTOR = r"the matrix descriptor 0x[0-9a-f]{16} "
 
@@ -182,15 +181,13 @@ RACES = {
 RIGHT = ("right", "reads_passed_on", "wait_passed_on")
 #: The orders of warps in which each report must come, and whether races are looked for.
 CASES = [
-    *(pytest.param(kernel, ((0, 0), (1, 1)), report, id=kernel) for kernel, report in REPORTS.items()),
-    *(
-        pytest.param(kernel, ((0, 0), (1, 0)), report, id=f"{kernel}-without-detector")
-        for kernel, report in WITHOUT_DETECTOR.items()
-    ),
-    *(
-        pytest.param(kernel, ((0, 1), (1, 1)), report, id=f"{kernel}-race")
-        for kernel, report in RACES.items()
-    ),
+    pytest.param(kernel, ways, report, id=f"{kernel}{of}")
+    for of, ways, reports in (
+        ("", ((0, 0), (1, 1)), REPORTS),
+        ("-without-detector", ((0, 0), (1, 0)), WITHOUT_DETECTOR),
+        ("-race", ((0, 1), (1, 1)), RACES),
+    )
+    for kernel, report in reports.items()
 ]
 
 

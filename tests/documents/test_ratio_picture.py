@@ -89,7 +89,9 @@ def test_every_ratio_stands_in_a_table_of_the_page(row: dict[str, Any], measured
     section = text_of(DATA["source"]).partition(f"\n### {measured['section']}\n")[2].split("\n### ")[0]
     tables = [[cell.strip() for cell in line.split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)]
     assert [cells for cells in tables if all(cell in cells for cell in measured["cells"])], measured
-    assert any(measured["ratio"] == float(cell) for cell in measured["cells"] if _is_number(cell))
+    assert any(
+        measured["ratio"] == float(cell) for cell in measured["cells"] if re.fullmatch(r"\d+\.\d+", cell)
+    )
     assert {"machine", "threads", "date"} <= measured.keys()
     assert measured["machine"] in DATA["machines"]
 
@@ -103,7 +105,3 @@ def test_the_figures_of_the_readme_stand_in_a_table_of_the_page() -> None:
     alone = re.findall(r"\[ratios only\]\(docs/performance\.md#[\w-]+\) \| ([\d.]+) \|", text_of("README.md"))
     assert len(alone) == 1
     assert any(alone[0] in row for row in rows)
-
-
-def _is_number(cell: str) -> bool:
-    return re.fullmatch(r"\d+\.\d+", cell) is not None

@@ -280,14 +280,8 @@ def check(call: Call) -> None:
     assert_accurate(f"weights of {call}", result.weights, exact.weights, peer.weights)
     assert result.gradients.keys() == exact.gradients.keys()
     for which, gradient in result.gradients.items():
-        assert_accurate(
-            f"grad of {which} of {call}",
-            gradient,
-            exact.gradients[which],
-            peer.gradients[which],
-            exact.terms[which],
-            call.dtype,
-        )
+        judges = exact.gradients[which], peer.gradients[which], exact.terms[which]
+        assert_accurate(f"grad of {which} of {call}", gradient, *judges, call.dtype)
 
 
 def same(first: Results, second: Results) -> bool:

@@ -146,6 +146,16 @@ def waits(call: Callable[[], object]) -> bool:
     return waited
 
 
+def peak(call: Callable[[], object]) -> int:
+    """The most bytes that a call allocates beyond those in use before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Captures a graph of the function, which runs once before; returns the graph and its result."""
     side = torch.cuda.Stream()

@@ -61,20 +61,14 @@ def covering(options: dict[str, list]) -> list[dict]:
 
 
 def as_case(index: int, row: dict) -> Case:
-    row = dict(row)
-    queries, keys = row.pop("length")
-    heads, kv_heads = row.pop("head_counts")
-    head_dim, value_dim = row.pop("dims")
-    return Case(
-        heads=heads,
-        kv_heads=kv_heads,
-        queries=queries,
-        keys=keys,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        seed=index,
-        **row,
-    )
+    row = dict(row, seed=index)
+    for option, fields in (
+        ("length", ("queries", "keys")),
+        ("head_counts", ("heads", "kv_heads")),
+        ("dims", ("head_dim", "value_dim")),
+    ):
+        row |= dict(zip(fields, row.pop(option), strict=True))
+    return Case(**row)
 
 
 CASES = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
