@@ -103,25 +103,22 @@ OPTIONS: dict[str, Callable[[Call], Options]] = {
 }
 
 
-@in_turns(4)
+@in_turns(8)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("function", [None, *TAME])
 def test_with_other_options(function: str | None, option: str, turn: int, isa: str) -> None:
-    """Two dtypes are checked, one with few queries and one with many. Other options and functions have the
-    other dtypes or the other numbers.
-    """
-    first = [None, *TAME].index(function) + list(OPTIONS).index(option) + turn
-    lengths_of_each = ((3, 130), (67, 131)) if first // 2 % 2 else ((67, 131), (3, 130))
-    for dtype, lengths in zip(DTYPES[first % 2 :: 2], lengths_of_each, strict=True):
-        call = Call(function, lengths, dtype, block_size=(20, 48) if option != "alibi" else None)
-        if function is None and call.block_size is None:
-            continue
-        options = OPTIONS[option](call)
-        mask = options.get("attn_mask")
-        if mask is not None and mask.dtype == torch.bool:
-            # A boolean mask has no gradient, so it is turned into a float one.
-            options["attn_mask"] = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
-        check(replace(call, options=options))
+    """Every option, and every function, meets each dtype, few queries and many."""
+    place = [None, *TAME].index(function) + list(OPTIONS).index(option) + turn
+    dtype, lengths = DTYPES[place % 4], ((67, 131), (3, 130))[place // 4 % 2]
+    call = Call(function, lengths, dtype, block_size=(20, 48) if option != "alibi" else None)
+    if function is None and call.block_size is None:
+        return
+    options = OPTIONS[option](call)
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype == torch.bool:
+        # A boolean mask has no gradient, so it is turned into a float one.
+        options["attn_mask"] = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+    check(replace(call, options=options))
 
 
 def test_wild_numbers_act_as_those_of_a_mask(isa: str) -> None:
