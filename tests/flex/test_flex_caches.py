@@ -203,6 +203,7 @@ def test_packed_queries_on_a_cache() -> None:
         lengths=tuple(lengths), heads=HEADS, head_dim=16, value_dim=24, capacity=140, page_size=16, new=0
     )
     given = step.inputs()
+    sequences = [step.sequence(given, b) for b in range(4)]
     starts = torch.tensor([0, *itertools.accumulate(queries)])
     query = torch.randn(sum(queries), HEADS, 16)
     functions = of_positions(torch.float32)
@@ -214,14 +215,8 @@ def test_packed_queries_on_a_cache() -> None:
             block_table=given["block_table"], query_offset=torch.tensor([60, 0, 91, 5]), **both,
         )  # fmt: skip
         keys, values = (
-            torch.cat(
-                [
-                    torch.nn.functional.pad(pair[which].transpose(0, 1), (0, 0, 0, 0, 0, 4))
-                    for pair in sequences
-                ]
-            )
-            for sequences in [[step.sequence(given, b) for b in range(4)]]
-            for which in range(2)
+            torch.cat([torch.nn.functional.pad(each.transpose(0, 1), (0, 0, 0, 0, 0, 4)) for each in of_all])
+            for of_all in zip(*sequences, strict=True)
         )
         slots = torch.tensor([0, *itertools.accumulate(length + 4 for length in lengths)])
         in_slots = varlen_attention(
@@ -230,7 +225,7 @@ def test_packed_queries_on_a_cache() -> None:
         )  # fmt: skip
     assert torch.equal(in_pages, in_slots)
     for b, offset in enumerate([60, 0, 91, 5]):
-        tensors = [query[starts[b] : starts[b + 1]].transpose(0, 1), *step.sequence(given, b)]
+        tensors = [query[starts[b] : starts[b + 1]].transpose(0, 1), *sequences[b]]
         exact, peer = (
             formula(
                 *(tensor.unsqueeze(0).to(dtype) for tensor in tensors), moved(functions, b, 0),

@@ -73,31 +73,16 @@ print(len(list(folder.glob("*.so"))))
 """
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Returns what the script prints, which takes seconds to compile."""
-    done = warm.python(SCRIPT, tmp_path_factory.mktemp("function_cache"), os.environ)
+def test_processes_share_the_folder(tmp_path: Path) -> None:
+    done = warm.python(SCRIPT, tmp_path, os.environ)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-@pytest.mark.xdist_group("function_cache")
-def test_processes_share_what_one_has_compiled(printed: list[str]) -> None:
-    """Two processes compile at once; one comes later; one has a folder that cannot be written. Two have no
-    compiler: one finds its function in the folder, the other does not.
-    """
+    printed = done.stdout.splitlines()
+    # Two processes compile at once; one comes later; one has a folder that cannot be written. Two have no
+    # compiler: one finds its function in the folder, the other does not.
     assert printed[:4] == ["[32, 32]", "[32] True", "[32]", "[32] [7]"]
-
-
-@pytest.mark.xdist_group("function_cache")
-def test_what_is_damaged_is_replaced(printed: list[str]) -> None:
-    """torch computes where a file cannot be replaced: without a compiler, or if it makes nothing."""
+    # Damaged files are replaced. If they cannot be, without a compiler or by an idle one, torch computes.
     assert printed[4:-3] == [*(["[7] [7] True", "[32] True"] * 5), "[7]"]
-
-
-@pytest.mark.xdist_group("function_cache")
-def test_deleted_while_a_process_runs(printed: list[str]) -> None:
-    """This holds even if the folder's path is relative and the process changes its directory."""
+    # The folder is deleted while a process runs, whose path is relative and which has changed its directory.
     assert printed[-3:] == ["32", "32", "1"]
 
 

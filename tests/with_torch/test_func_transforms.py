@@ -199,55 +199,33 @@ def test_randomness_of_dropout() -> None:
 
 
 def test_masked_softmax_and_scores() -> None:
-    scores = torch.randn(3, 2, 4, 5, dtype=torch.float64)
-    mask = torch.randn(4, 1, dtype=torch.float64)
-
     def softmax_total(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return masked_softmax(scores, mask, scale=0.5, is_causal=True).sin().sum()
 
-    def exact_total(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def exact_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = torch.ones(4, 5, dtype=torch.bool).triu(1)
         return (scores * 0.5 + mask).masked_fill(hidden, -torch.inf).softmax(-1).sin().sum()
-
-    for transform in (
-        lambda f: vmap(f, (0, None)),
-        lambda f: vmap(grad(f, argnums=(0, 1)), (0, None)),
-        lambda f: grad(f, argnums=(0, 1)),
-        lambda f: hessian(f, argnums=(0, 1)),
-        lambda f: jacrev(jacrev(f, argnums=0), argnums=1),
-    ):
-        results, expected = transform(softmax_total)(scores, mask), transform(exact_total)(scores, mask)
-        torch.testing.assert_close(results, expected)
-
-    query, key = torch.randn(3, 4, 5, 2, dtype=torch.float64), torch.randn(2, 6, 2, dtype=torch.float64)
 
     def scores_total(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return attention_scores(query, key, 0.3, enable_gqa=True).sin().sum()
 
-    def product_total(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def exact_product(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (0.3 * query @ key.repeat_interleave(2, dim=-3).mT).sin().sum()
 
-    for transform in (
-        lambda f: vmap(f, (0, None)),
-        lambda f: vmap(grad(f, argnums=(0, 1)), (0, None)),
-        lambda f: jacrev(jacrev(f, argnums=1), argnums=1),
-        lambda f: jacfwd(f, argnums=0),
+    for ours, exact, shapes in (
+        (softmax_total, exact_softmax, ((3, 2, 4, 5), (4, 1))),
+        (scores_total, exact_product, ((3, 4, 5, 2), (2, 6, 2))),
     ):
-        torch.testing.assert_close(transform(scores_total)(query, key), transform(product_total)(query, key))
-
-
-def test_per_sample_gradients_of_weights() -> None:
-    weights, samples = (torch.randn(shape, dtype=torch.float64) for shape in ((6, 18), (4, 1, 5, 6)))
-
-    def loss(weights: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        query, key, value = (sample @ weights).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
-        return scaled_dot_product_attention(query, key, value, is_causal=True).square().mean()
-
-    expected = []
-    for sample in samples:
-        leaf = weights.clone().requires_grad_()
-        expected += torch.autograd.grad(loss(leaf, sample), leaf)
-    torch.testing.assert_close(vmap(grad(loss), (None, 0))(weights, samples), torch.stack(expected))
+        given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        for transform in (
+            lambda f: vmap(f, (0, None)),
+            lambda f: vmap(grad(f, argnums=(0, 1)), (0, None)),
+            lambda f: grad(f, argnums=(0, 1)),
+            lambda f: hessian(f, argnums=(0, 1)),
+            lambda f: jacrev(jacrev(f, argnums=0), argnums=1),
+            lambda f: jacfwd(f, argnums=0),
+        ):
+            torch.testing.assert_close(transform(ours)(*given), transform(exact)(*given))
 
 
 def test_autocast_reaches_no_judge() -> None:

@@ -45,13 +45,14 @@ def options(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def calls(
-    dtype: torch.dtype, transposed: bool, without_options: bool = True
-) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+Calls = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+def calls(dtype: torch.dtype, transposed: bool) -> Calls:
     query, key, value = qkv(dtype, transposed)
     scores = torch.randn(2, 4, 5, 6).to(dtype)
     everything = []
-    for keywords in ({}, options(dtype))[0 if without_options else 1 :]:
+    for keywords in ({}, options(dtype)):
         out, row_max, row_sum, residual = ops.attention_forward(
             query, key, value, 0.3, need_residual=True, **keywords
         )
@@ -60,29 +61,17 @@ def calls(
         if keywords:
             names = {"tangent_mask": "attn_mask", "tangent_slopes": "alibi_slopes", "tangent_sinks": "sinks"}
             tangents |= {"tangent_key": key, **{name: keywords[of] for name, of in names.items()}}
+        given, saved = (query, key, value, 0.3), (out, query, key, value, out, row_max, row_sum, 0.3)
+        more = {**keywords, **of_16_bits, "grad_row": row_max, "need_mask_grad": bool(keywords)}
         everything += [
-            (ops.attention_jvp, (query, key, value, 0.3), {**keywords, **tangents, "need_residual": True}),
-            (ops.attention_jvp, (query, key, value, 0.3), {**keywords, "tangent_key": key}),
-            (
-                ops.attention_backward_backward,
-                (out, query, key, value, out, row_max, row_sum, 0.3),
-                {**keywords, **of_16_bits, **tangents, "grad_row": row_max, "need_mask_grad": bool(keywords)},
-            ),
-            (ops.attention_forward, (query, key, value, 0.3), keywords),
-            (ops.attention_forward, (query, key, value, 0.3), {**keywords, "need_residual": True}),
+            (ops.attention_jvp, given, {**keywords, **tangents, "need_residual": True}),
+            (ops.attention_jvp, given, {**keywords, "tangent_key": key}),
+            (ops.attention_backward_backward, saved, {**more, **tangents}),
+            (ops.attention_forward, given, keywords),
+            (ops.attention_forward, given, {**keywords, "need_residual": True}),
             (ops.attention_weights, (query, key, row_max, row_sum, 0.3), keywords),
-            (ops.attention_backward, (out, query, key, value, out, row_max, row_sum, 0.3), keywords),
-            (
-                ops.attention_backward,
-                (out, query, key, value, out, row_max, row_sum, 0.3),
-                {
-                    **keywords,
-                    **of_16_bits,
-                    "grad_row": row_max,
-                    "grad_weights": scores,
-                    "need_mask_grad": bool(keywords),
-                },
-            ),
+            (ops.attention_backward, saved, keywords),
+            (ops.attention_backward, saved, {**more, "grad_weights": scores}),
         ]
     library = getattr(torch.ops, ops.NAMESPACE)
     out, statistics, residual = ops.basic_attention_forward(query, key, value, None, True, True)
@@ -102,7 +91,7 @@ def calls(
     ]
 
 
-def function_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def function_calls(dtype: torch.dtype, transposed: bool) -> Calls:
     """Returns calls with a function of scores and a map of blocks, which only the CPU has."""
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     with torch.device("cpu"):
@@ -122,7 +111,7 @@ def function_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tupl
     ]
 
 
-def cache_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def cache_calls(dtype: torch.dtype, transposed: bool) -> Calls:
     """Returns calls of the operators that write: to a cache of 9 rows, and to pages of 3."""
     query, key, value = qkv(dtype, transposed)
     packed = [tensor[:, :, :5].transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value)]
@@ -161,7 +150,7 @@ def test_opcheck(dtype: torch.dtype, transposed: bool) -> None:
 def test_traced_for_the_compiler_with_dynamic_shapes() -> None:
     """Each operator is traced in one call, that with most options."""
     longest = {}
-    for operator, arguments, keywords in calls(torch.float64, False, without_options=False)[:-2]:
+    for operator, arguments, keywords in calls(torch.float64, False)[:-2]:
         if len(keywords) >= len(longest.get(operator, (arguments, {}))[1]):
             longest[operator] = arguments, keywords
     for operator, (arguments, keywords) in longest.items():
@@ -176,7 +165,7 @@ def test_every_operator_is_checked() -> None:
     assert ours - checked == {f"{ops.NAMESPACE}::attention_refusals"}
 
 
-def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def composed_calls() -> Calls:
     """Returns calls of the operators of graphs, which are composed of the library's: those with gradients,
     those that refuse gradients, and that of block masks.
     """
@@ -215,10 +204,13 @@ def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("index", range(10))
-def test_opcheck_of_operators_of_graphs(index: int) -> None:
-    operator, arguments, keywords = composed_calls()[index]
-    torch.library.opcheck(operator, arguments, keywords)
+def test_opcheck_of_operators_of_graphs() -> None:
+    for operator, arguments, keywords in composed_calls():
+        torch.library.opcheck(operator, arguments, keywords)
+
+
+def looks(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "one head"])
@@ -247,9 +239,7 @@ def test_fake_results_look_like_real_ones(layout: str, heads: int) -> None:
         with mode:
             shadows = run(*(mode.from_tensor(tensor) for tensor in real))
         for result, shadow in zip(run(*real), shadows, strict=True):
-            assert (result.shape, result.stride(), result.dtype, result.device) == (
-                shadow.shape, shadow.stride(), shadow.dtype, shadow.device,
-            )  # fmt: skip
+            assert looks(result) == looks(shadow)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}], ids=["plain", "general"])
@@ -279,7 +269,7 @@ def test_strides_at_sizes_of_one(transposed: bool, shape: tuple[int, int]) -> No
     with mode:
         fake = ops.attention_forward(*(mode.from_tensor(tensor) for tensor in (query, key, key)), 1.0)
     for result, shadow in zip(real, fake, strict=True):
-        assert (result.shape, result.stride(), result.dtype) == (shadow.shape, shadow.stride(), shadow.dtype)
+        assert looks(result) == looks(shadow)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -143,13 +143,10 @@ def test_both_switches_together() -> None:
         sdpa(*inputs(grad=True), dropout_p=0.1).sum().backward()
         sdpa(*inputs(grad=True)).sum().backward()
 
-    attention.activate_flash_attention_impl("selfattn_ext")
-    try:
+    with ran.activated():
         with as_sdpa():
             assert ran.ours(step) == (2, 2)
         assert ran.ours(step) == (1, 1)
-    finally:
-        attention.restore_flash_attention_impl()
     assert ran.ours(step) == (0, 0)
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 import selfattn_ext
@@ -58,35 +57,22 @@ INSTALL = (
 )
 COMMANDS = ("info", "check", "bench --quick --threads 1")
 DRAWING = ("heatmap", "heatmap weights.pt", "heatmap weights.npy")
-Results = dict[str, tuple[object, str, str]]
 
 
-pytestmark = pytest.mark.xdist_group("torch_alone")
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("torch_alone")
-    torch.save(torch.rand(2, 2, 3, 3), folder / "weights.pt")
-    (folder / "weights.npy").write_bytes(b"whatever it holds")
+def test_commands_work_or_say_what_to_install(tmp_path: Path) -> None:
+    torch.save(torch.rand(2, 2, 3, 3), tmp_path / "weights.pt")
+    (tmp_path / "weights.npy").write_bytes(b"whatever it holds")
     # The process imports the same package as this test.
     environment = os.environ | {"PYTHONPATH": str(Path(selfattn_ext.__file__).parents[1])}
     command = [sys.executable, "-c", SCRIPT, *COMMANDS, *DRAWING]
-    finished = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, check=False
-    )
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert finished.returncode == 0, finished.stderr
-    assert not list(folder.glob("*.png"))
-    return json.loads(finished.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_draws_nothing_works(command: str, results: Results) -> None:
-    code, out, err = results[command]
-    assert code == 0, (code, err)
-    assert out
-
-
-@pytest.mark.parametrize("command", DRAWING)
-def test_what_draws_says_what_to_install(command: str, results: Results) -> None:
-    assert results[command] == [1, "", f"python -m selfattn_ext heatmap: error: {INSTALL}\n"]
+    assert not list(tmp_path.glob("*.png"))
+    results = json.loads(finished.stdout.splitlines()[-1])
+    for command in COMMANDS:
+        code, out, err = results[command]
+        assert code == 0, (command, code, err)
+        assert out, command
+    for command in DRAWING:
+        says = f"python -m selfattn_ext heatmap: error: {INSTALL}\n"
+        assert results[command] == [1, "", says], command
