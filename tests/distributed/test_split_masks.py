@@ -72,15 +72,12 @@ LAYOUTS = ("zigzag", "contiguous", "head-tail")
 FORMS = (*WHOLE, "one row", "one row of each rank", "unlike heads", "unlike rows")
 
 
-def every_length(function: str, form: str, first: int) -> None:
-    """The lengths leave ranks with no row, with one, or with more, in layouts that take turns."""
-    for place, length in enumerate((1, 2, 3, 5, 17), first):
-        attend(function, length, LAYOUTS[place % len(LAYOUTS)], form)
-
-
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("function", ["ring_attention", "ulysses_attention"])
 def test_masks_of_ranks(function: str, form: str, count: int) -> None:
-    """Two and three ranks have different layouts of the same form and length."""
-    ranks(count)(every_length, function, form, FORMS.index(form) + count)
+    """The lengths leave ranks with no row, with one, or with more. Layouts take turns, so that two and three
+    ranks have different ones of the same form and length.
+    """
+    for place, length in enumerate((1, 2, 3, 5, 17), FORMS.index(form) + count):
+        ranks(count)(attend, function, length, LAYOUTS[place % len(LAYOUTS)], form)

@@ -47,8 +47,8 @@ def call(name: str, **options: Any) -> Any:
     return getattr(distributed, name)(tensor, tensor, tensor, **options)
 
 
-def unlike_call(name: str, options: dict[str, Any]) -> Any:
-    return call(name, **(options if dist.get_rank() == 1 else {}))
+def unlike_call(name: str, options: dict[str, Any], rank: int = 1) -> Any:
+    return call(name, **(options if dist.get_rank() == rank else {}))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -61,11 +61,8 @@ def test_unlike_calls(what: str, name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_default_on_the_other_rank(name: str) -> None:
     """Whichever rank leaves an option out, the error names the values of both."""
-    both_raise(ValueError, r"is_causal is True on rank 0 and False on rank 1", causal_on_rank_0, name)
-
-
-def causal_on_rank_0(name: str) -> Any:
-    return call(name, is_causal=dist.get_rank() == 0)
+    says = r"is_causal is True on rank 0 and False on rank 1"
+    both_raise(ValueError, says, unlike_call, name, {"is_causal": True}, 0)
 
 
 #: name -> (rank 1's different part of a sequence, its options, what the error says).

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import turns
+from cases import exact_inputs
 from processes import both_raise, ranks
 from tolerances import assert_accurate
 from torch import Tensor
@@ -100,7 +101,7 @@ def of_one_process(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[
 def compare(options: dict[str, Any], layout: Any, rotate: Any, dtype: torch.dtype) -> None:
     """Runs on a rank: its rows, and the gradients of all ranks, are as accurate as one process's."""
     whole, options = drawn(options, dtype)
-    exact = of_one_process({name: _exact(tensor) for name, tensor in whole.items()}, options)
+    exact = of_one_process(exact_inputs(whole), options)
     peer = of_one_process(whole, options)
 
     def part(tensor: Tensor, dim: int) -> Tensor:
@@ -122,10 +123,6 @@ def compare(options: dict[str, Any], layout: Any, rotate: Any, dtype: torch.dtyp
         else:
             result = unshard_sequence(result, dim, layout=layout, cu_seqlens=STARTS)
         assert_accurate(name, result, exact[name], peer[name], float(exact[name].abs().max()))
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @pytest.mark.parametrize(

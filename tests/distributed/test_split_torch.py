@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from processes import both_raise, ranks
+from ran import activated
 from tolerances import assert_accurate
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import _attention as experimental
 from torch.distributed.tensor.experimental import context_parallel
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 import selfattn_ext
 from selfattn_ext import as_sdpa
 from selfattn_ext.distributed import register_sharding
 
 pytestmark = pytest.mark.xdist_group("split_attention")
-
-
-@contextmanager
-def activated() -> Iterator[None]:
-    activate_flash_attention_impl("selfattn_ext")
-    try:
-        yield
-    finally:
-        restore_flash_attention_impl()
 
 
 class Model(nn.Module):
@@ -69,10 +58,8 @@ def compare(length: int, balanced: bool, rotate: str, options: dict[str, Any]) -
     exact = step(Model().double(), x.double(), target.double(), **options)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     experimental.set_rotate_method(rotate)
-    before, experimental._cp_options.enable_load_balance = (
-        experimental._cp_options.enable_load_balance,
-        balanced,
-    )
+    before = experimental._cp_options.enable_load_balance
+    experimental._cp_options.enable_load_balance = balanced
     try:
         with activated(), context_parallel(mesh, buffers=[x, target], buffer_seq_dims=[1, 1]):
             assert x.size(1) == length // mesh.size()

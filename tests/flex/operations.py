@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -136,3 +137,17 @@ def special_numbers(dtype: torch.dtype, few: bool = False) -> Tensor:
     numbers += [46341, 70000, -70001, 2**31 - 1] if info.bits > 16 else []
     numbers += [2**31, 2**33 + 1, -(2**40), 2**53 + 1] if info.bits > 32 else []
     return torch.tensor(numbers, dtype=dtype)
+
+
+@functools.cache
+def pairs(
+    first: torch.dtype, second: torch.dtype, few: bool, divisible: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns every pair of special numbers of two dtypes, or those that can be divided."""
+    x, y = (special_numbers(dtype, few) for dtype in (first, second))
+    at = torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(y)))
+    x, y = x[at[:, 0]], y[at[:, 1]]
+    if divisible and not (first.is_floating_point or second.is_floating_point):
+        taken = (y != 0) & ~((y.long() == -1) & (x == x.min()))
+        x, y = x[taken], y[taken]
+    return x, y

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from operations import BINARY, FLOATS, UNARY, special_numbers
+from operations import BINARY, FLOATS, UNARY, pairs, special_numbers
 from torch import Tensor
 from written import Written
 
@@ -51,13 +51,6 @@ class Case(NamedTuple):
     gradient: Tensor
 
 
-@functools.cache
-def pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    numbers = special_numbers(dtype, few=True)
-    at = torch.cartesian_prod(torch.arange(len(numbers)), torch.arange(len(numbers)))
-    return numbers[at[:, 0]], numbers[at[:, 1]]
-
-
 def gradients(op: Callable[..., Tensor], given: tuple[Tensor, ...]) -> list[Tensor | None]:
     """Returns torch's gradients of the sum of all results. Strides keep torch from computing in vectors,
     because these have results of their own.
@@ -87,7 +80,7 @@ def compiled(dtype: torch.dtype) -> tuple[Written, list[Case]]:
     named = [(name, op, 1) for name, op in (UNARY | MORE).items()]
     named += [(name, op, 2) for name, op in BINARY.items()]
     for name, op, operands in named:
-        given = (special_numbers(dtype),) if operands == 1 else pairs(dtype)
+        given = (special_numbers(dtype),) if operands == 1 else pairs(dtype, dtype, few=True)
         try:
             expected = gradients(op, given)
         except (RuntimeError, TypeError):

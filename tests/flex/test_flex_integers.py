@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from functions import ALL, Functions, flex_attention, formula
+from functions import ALL, Functions, flex_attention, formula, tensors
 from operations import BINARY, DIVISIONS, INTEGERS, UNARY
 from torch import Tensor
 from written import Written, number_of
@@ -24,18 +24,15 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.filterwarnings("error:selfattn_e
 
 CPU = torch.device("cpu")
 ROWS = 70
+SIZES = (1, 2, ROWS, ROWS)
 SIGNED = torch.arange(ROWS) - 35
 HIGH = torch.arange(1, 2 * ROWS) * 2**32
 LARGE = (torch.arange(ROWS) - 20) * 0x123456789ABCDEF
 
 
-def rows() -> list[Tensor]:
-    return [torch.randn(1, 2, ROWS, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-
-
 def check(functions: Functions, create_graph: bool = False) -> None:
     """Compares the functions with the formula in torch."""
-    given = rows()
+    given = tensors(SIZES, torch.float64)
     out = flex_attention(*given, functions.score_mod)
     expected = formula(*given, functions).out
     torch.testing.assert_close(out, expected)
@@ -103,12 +100,12 @@ def test_places_beside_tensors(index: Callable[[Tensor, Tensor], Tensor]) -> Non
     """The check of an index looks at all its bits."""
     table = torch.randn(ROWS, dtype=torch.float64, requires_grad=True)
     with pytest.raises(IndexError, match="captured tensor"):
-        flex_attention(*rows(), lambda s, b, h, i, j: s + table[index(i, j)])
+        flex_attention(*tensors(SIZES, torch.float64), lambda s, b, h, i, j: s + table[index(i, j)])
 
 
 def test_floats_are_no_indices() -> None:
     with pytest.raises(IndexError, match="tensors used as indices"):
-        flex_attention(*rows(), lambda s, b, h, i, j: s + SIGNED[i * 0.5])
+        flex_attention(*tensors(SIZES, torch.float64), lambda s, b, h, i, j: s + SIGNED[i * 0.5])
 
 
 def test_tensors_of_many_elements() -> None:

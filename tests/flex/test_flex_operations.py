@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import turns
-from operations import BINARY, DIVISIONS, DTYPES, NOT_COMPILED, UNARY, special_numbers
+from operations import BINARY, DIVISIONS, DTYPES, NOT_COMPILED, UNARY, pairs, special_numbers
 from torch import Tensor
 from written import Written, number_of
 
@@ -36,18 +36,6 @@ class Case(NamedTuple):
     given: tuple[Tensor, ...]
 
 
-@functools.cache
-def pairs(first: torch.dtype, second: torch.dtype, divisible: bool) -> tuple[Tensor, Tensor]:
-    few = first != second
-    x, y = (special_numbers(dtype, few) for dtype in (first, second))
-    at = torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(y)))
-    x, y = x[at[:, 0]], y[at[:, 1]]
-    if divisible and not (first.is_floating_point or second.is_floating_point):
-        taken = (y != 0) & ~((y.long() == -1) & (x == x.min()))
-        x, y = x[taken], y[taken]
-    return x, y
-
-
 #: Each part has a third of the operations of two dtypes: every pair of dtypes, every operation.
 PARTS = 3
 
@@ -59,7 +47,7 @@ def cases(part: int) -> list[Case]:
     for place, (first, second) in enumerate(itertools.product(DTYPES, DTYPES)):
         for number, (name, op) in enumerate(BINARY.items(), place):
             if part == (0 if first == second else number % PARTS):
-                found.append(Case(name, op, pairs(first, second, name in DIVISIONS)))
+                found.append(Case(name, op, pairs(first, second, first != second, name in DIVISIONS)))
     return found
 
 
