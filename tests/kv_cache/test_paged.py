@@ -5,7 +5,6 @@ The operators give each sequence the bits that it has alone, wherever its keys l
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -142,62 +141,64 @@ def check_dtypes(page_size: int, queries: int, kernel: str, turn: int) -> None:
         check_pages(Cache(queries, dtype, lengths), page_size, name, causal)
 
 
+@pytest.mark.parametrize(
+    ("place", "queries", "dtype"),
+    [(0, 1, torch.float32), (1, 1, torch.bfloat16), (2, 4, torch.float32), (3, 4, torch.bfloat16)],
+)
 @pytest.mark.parametrize(("number", "page_size"), [*enumerate((1, 7, 16, 33, 64, 257))])
-def test_heads_in_turn(number: int, page_size: int, isa: str, one_thread: None) -> None:
-    """With enough heads and work, decoding works on several heads at a time, by steps of small pages.
-
-    Each number of queries meets each option in one dtype with the small pages, in the other with the large.
+def test_heads_in_turn(
+    number: int, page_size: int, place: int, queries: int, dtype: torch.dtype, isa: str, one_thread: None
+) -> None:
+    """With enough heads and work, decoding works on several heads at a time, by steps of small pages. Each
+    page size meets each option.
     """
-    names = ("plain", "window", "bool mask")
-    for place, queries in enumerate((1, 4)):
-        dtype = (torch.float32, torch.bfloat16)[(place + number // 3) % 2]
-        cache = Cache(queries, dtype, kv_heads=4)
-        check_pages(cache, page_size, names[(place + number) % 3], causal=queries > 1)
+    name = ("plain", "window", "bool mask")[(number + place) % 3]
+    check_pages(Cache(queries, dtype, kv_heads=4), page_size, name, causal=queries > 1)
 
 
+@pytest.mark.parametrize("queries", [2, 20])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option(name: str, isa: str) -> None:
-    for queries, dtype in itertools.product((2, 20), (torch.float32, torch.bfloat16)):
+def test_every_option(name: str, queries: int, isa: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
         check_pages(Cache(queries, dtype, (0, 5, 130, 600)), 16, name, causal=True)
 
 
+@pytest.mark.parametrize(("place", "queries"), [*enumerate((1, 4, 33))])
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "dropout"])
-def test_an_element_has_the_bits_that_it_has_alone(name: str, isa: str) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for place, queries in enumerate((1, 4, 33), OPTIONS.index(name)):
-        dtype = dtypes[place % 3]
-        cache = Cache(queries, dtype)
-        options = option(name, len(LENGTHS), queries, cache.key.shape[2], dtype)
-        joint = run(
-            cache.query,
-            cache.key,
-            cache.value,
+def test_an_element_has_the_bits_that_it_has_alone(name: str, place: int, queries: int, isa: str) -> None:
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[(OPTIONS.index(name) + place) % 3]
+    cache = Cache(queries, dtype)
+    options = option(name, len(LENGTHS), queries, cache.key.shape[2], dtype)
+    joint = run(
+        cache.query,
+        cache.key,
+        cache.value,
+        is_causal=True,
+        query_offsets=cache.offsets,
+        seqlens_k=cache.lengths,
+        **options,
+    )
+    for b, length in enumerate(LENGTHS):
+        own = dict(options)
+        if "attn_mask" in own:
+            mask = own["attn_mask"]
+            own["attn_mask"] = mask[b if mask.shape[0] > 1 else 0][None, ..., :length]
+        if name == "slopes":
+            own["alibi_slopes"] = own["alibi_slopes"][b : b + 1]
+        alone = run(
+            cache.query[b : b + 1],
+            cache.key[b : b + 1, :, :length],
+            cache.value[b : b + 1, :, :length],
             is_causal=True,
-            query_offsets=cache.offsets,
-            seqlens_k=cache.lengths,
-            **options,
+            query_offset=length - queries,
+            **own,
         )
-        for b, length in enumerate(LENGTHS):
-            own = dict(options)
-            if "attn_mask" in own:
-                mask = own["attn_mask"]
-                own["attn_mask"] = mask[b if mask.shape[0] > 1 else 0][None, ..., :length]
-            if name == "slopes":
-                own["alibi_slopes"] = own["alibi_slopes"][b : b + 1]
-            alone = run(
-                cache.query[b : b + 1],
-                cache.key[b : b + 1, :, :length],
-                cache.value[b : b + 1, :, :length],
-                is_causal=True,
-                query_offset=length - queries,
-                **own,
-            )
-            for field, expected in alone.items():
-                found = joint[field][b : b + 1]
-                if field == "weights":
-                    assert not found[..., length:].any()
-                    found = found[..., :length]
-                assert torch.equal(found, expected), f"{field} of {length} keys"
+        for field, expected in alone.items():
+            found = joint[field][b : b + 1]
+            if field == "weights":
+                assert not found[..., length:].any()
+                found = found[..., :length]
+            assert torch.equal(found, expected), f"{field} of {length} keys"
 
 
 def test_threads_change_no_bit(one_thread: None) -> None:
