@@ -15,7 +15,8 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, MASKS, Case, check, dropout_seed, exact_and_peer
+from cases import DTYPES, LAYOUTS, MASKS, Case, check, dropout_seed
+from comparisons import exact_and_peer
 from tolerances import assert_accurate
 
 from selfattn_ext import (
