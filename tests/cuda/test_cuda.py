@@ -112,7 +112,7 @@ def test_addresses_of_any_alignment(shift: int, dtype: torch.dtype, cuda_kernel:
         moved.append(memory[shift:].view(tensor.shape).copy_(tensor))
     assert moved[0].data_ptr() % 16 == (aligned[0].data_ptr() + shift * dtype.itemsize) % 16
     exact, peer = exact_and_peer(aligned)
-    assert_accurate("out", scaled_dot_product_attention(*moved), exact.out, peer.out)
+    assert_accurate("out", scaled_dot_product_attention(*moved), exact["out"], peer["out"])
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
@@ -159,8 +159,8 @@ def test_dropout_has_the_pattern_of_the_cpu(dtype: torch.dtype, p: float, cuda_k
     plain = ops.attention_weights(query, key, row_max, row_sum, 0.125)
     assert torch.equal((weights != 0).cpu(), keep & (plain != 0).cpu())
     exact, peer = exact_and_peer([query, key, value], {"dropout_p": p, "dropout_seed": seed.cuda()})
-    assert_accurate("out", out, exact.out, peer.out)
-    assert_accurate("weights", weights, exact.weights, peer.weights)
+    assert_accurate("out", out, exact["out"], peer["out"])
+    assert_accurate("weights", weights, exact["weights"], peer["weights"])
 
 
 def test_dropout_is_governed_by_manual_seed() -> None:
@@ -193,7 +193,9 @@ def test_scores_softmax_and_weights(dtype: torch.dtype, cuda_kernel: str) -> Non
         exact = reference.masked_softmax(scores.double(), bias, **options)
         assert_accurate("softmax", masked_softmax(scores, bias, **options), exact, exact.to(dtype))
     exact, peer = exact_and_peer([query, key, key], {"is_causal": True})
-    assert_accurate("weights", attention_weights(query, key, is_causal=True), exact.weights, peer.weights)
+    assert_accurate(
+        "weights", attention_weights(query, key, is_causal=True), exact["weights"], peer["weights"]
+    )
 
 
 #: Three sequences, so that the batch can be split.
