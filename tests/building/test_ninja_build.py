@@ -101,6 +101,7 @@ def test_estimate(
 
 
 def build_until_killed(folder: Path, begun: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs behind them ignore it
     with toolchain.environment(), ninja_build.alone_in(folder) as kept_open:
         (folder / "lock").touch()  # torch does the same
         begun.send(True)
