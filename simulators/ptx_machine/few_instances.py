@@ -29,8 +29,8 @@ WIDE_ABOVE, WIDE_MOST = 128, 192
 MAPPED = ("contiguous", "transposed")
 
 
-def fitted(case: Case, kernel: str) -> Case:
-    """The case with a dtype and head dims of an instance."""
+def fitted(case: Case, kernel: str, forward: bool = False) -> Case:
+    """The case with a dtype and head dims of an instance. sm80 has one of float32 for forwards alone."""
     import torch
 
     if kernel == "simt":
@@ -45,7 +45,8 @@ def fitted(case: Case, kernel: str) -> Case:
     else:
         head_dim = _halved(dims[0])
         fit = head_dim if head_dim > ABOVE else ABOVE + max(head_dim, 1), _halved(dims[1])
-    return replace(case, dtype=torch.bfloat16, head_dim=fit[0], value_dim=fit[1])
+    dtype = torch.float32 if forward and case.dtype == torch.float32 else torch.bfloat16
+    return replace(case, dtype=dtype, head_dim=fit[0], value_dim=fit[1])
 
 
 def _halved(dim: int) -> int:

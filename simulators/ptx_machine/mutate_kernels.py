@@ -89,11 +89,12 @@ def results_of(module: ModuleType, kernel: str) -> list[str]:
     from .kernel_cases.digests import digest
 
     machine, found = ctypes.CDLL(None), []
-    for run in RUNS[module.__name__.rpartition(".")[2]]:
+    name = module.__name__.rpartition(".")[2]
+    for run in RUNS[name]:
         machine.ptx_machine_choose_order(ctypes.c_ulonglong(run.schedule), int(run.late))
         for case in module.cases()[run.first :: run.every]:
             if case.products() <= MOST * 10**6:
-                found.append(digest(module.check(fitted(case, kernel))))
+                found.append(digest(module.check(fitted(case, kernel, name == "forward_cases"))))
     return found
 
 

@@ -52,7 +52,8 @@ def main() -> None:
             it for it in module.cases()[int(first) :: int(every)] if it.products() <= asked.most * 10**6
         ]
         if asked.few:
-            chosen = [fitted(case, os.environ["SELFATTN_KERNEL"]) for case in chosen]
+            forward = name == "forward_cases"
+            chosen = [fitted(case, os.environ["SELFATTN_KERNEL"], forward) for case in chosen]
         # A module's compute() returns what its check() returns, without the checks.
         run = getattr(module, "compute", module.check) if asked.again else module.check
         for schedule in asked.schedules or [""]:
