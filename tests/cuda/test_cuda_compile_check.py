@@ -98,7 +98,7 @@ def test_a_sound_kernel_passes_and_is_remembered(
         (usage,) = verdict["kernels"].values()
         assert 0 < usage["registers"] < 20
     assert all(verdict["peak_mb"] > 10 and verdict["seconds"] > 0 for verdict in report)
-    # What is remembered is judged again.
+    # Limits that have changed are held against what is remembered, without another compilation.
     monkeypatch.setattr(kernel_limits, "LIMITS", {"simt/*/plain": kernel_limits.Limit(registers=2)})
     code, printed = check(PLAIN, "simt", "75,90a")
     assert code == 1
