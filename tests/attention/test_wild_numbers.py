@@ -160,7 +160,10 @@ WILD: dict[str, tuple[Calls, str]] = {
     ),
     "another dtype": (append_values(CACHE.double()), "value_cache"),
     "packed rows past the end": (append(rows=PACKED, cu_seqlens=index(0, 2, 3, 10)), "not pass the 9 rows"),
-    "packed rows that decrease": (append(rows=PACKED, cu_seqlens=index(0, 3, 2, 4)), "never decrease"),
+    "packed rows that decrease": (
+        append(rows=PACKED, cu_seqlens=index(0, 3, 2, 4)),
+        "never decrease.*element 1 is 3 and the next 2",
+    ),
     "packed rows from -1": (append(rows=PACKED, cu_seqlens=index(-1, 1, 2, 4)), "begin with 0"),
     "packed rows to the least": (append(rows=PACKED, cu_seqlens=index(0, 3, LEAST, 4)), "never decrease"),
     "less than the new rows": (with_cache(seqlens_k=index(3, 2, 1)), "sequence 2 .* length -1"),

@@ -134,3 +134,9 @@ def test_gradients_of_all_sizes(isa: str, queries: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("queries", QUERIES)
 def test_gradients_with_and_without_the_causal_rule(isa: str, queries: int, dtype: torch.dtype) -> None:
     check_sizes(queries, dtype, 1)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_gradient_of_slopes_of_full_strips(isa: str, dtype: torch.dtype) -> None:
+    """A strip has as many queries as lanes here: 144 is a multiple of every width."""
+    check(Case(1, 2, 1, 144, 40, 16, 16, dtype, alibi=1))
