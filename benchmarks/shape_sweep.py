@@ -104,7 +104,10 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
         options["attn_mask"] = _mask(shape)
     if shape.group != 1:
         options["enable_gqa"] = True
-    functions = {OURS.name: scaled_dot_product_attention, TORCH.name: F.scaled_dot_product_attention}
+    functions: dict[str, Callable[..., Tensor]] = {
+        OURS.name: scaled_dot_product_attention,
+        TORCH.name: F.scaled_dot_product_attention,
+    }
     return {
         name: runner(partial(function, tensors.query, tensors.key, tensors.value, **options), case, tensors)
         for name, function in functions.items()
@@ -131,12 +134,14 @@ def _jagged(shape: Shape, tensors: Inputs) -> Inputs:
     """Returns nested tensors (B, H, j, E), which are made once, as a model's layers hand them on."""
     case = shape.case()
     assert isinstance(case, varlen.VarlenCase)
-    starts = case.starts().long()
-    ends = {"min_seqlen": min(case.lengths), "max_seqlen": max(case.lengths)}
+    starts, real = case.starts().long(), case.is_real()
+    shortest, longest = min(case.lengths), max(case.lengths)
 
     def nested(tensor: Tensor) -> Tensor:
-        packed = tensor.transpose(1, 2)[case.is_real()]
-        return torch.nested.nested_tensor_from_jagged(packed, starts, **ends).transpose(1, 2)
+        made = torch.nested.nested_tensor_from_jagged(
+            tensor.transpose(1, 2)[real], starts, min_seqlen=shortest, max_seqlen=longest
+        )
+        return made.transpose(1, 2)
 
     return _each(tensors, nested)
 
