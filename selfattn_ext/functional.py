@@ -38,7 +38,7 @@ from .arguments import (
     split_blocks,
 )
 from .attend import attend, with_gradients
-from .autograd import basic_attention
+from .autograd import CAUSAL, basic_attention
 from .reference import default_scale
 from .varlen import jagged
 
@@ -56,8 +56,7 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
 _is_overridden = torch.overrides.has_torch_function_variadic
-_precision = precision.current
-_precision_on_cuda = precision.current_on_cuda
+_precision_for = precision.current_for
 _FLOAT32 = torch.float32
 
 
@@ -179,7 +178,7 @@ def scaled_dot_product_attention(
     if not may_override:
         try:
             if (
-                attn_mask is None
+                (attn_mask is None or not attn_mask.requires_grad)
                 and alibi_slopes is None
                 and sinks is None
                 and dropout_p == 0.0
@@ -204,21 +203,32 @@ def scaled_dot_product_attention(
                 if batch_invariance.asked:
                     keywords["batch_invariant"] = True
                 factor = None if scale is None else checks.scale(scale)
-                if query.dtype is _FLOAT32:
-                    asked = _precision_on_cuda() if query.is_cuda else _precision()
-                    if asked != "highest":
-                        keywords["float32_precision"] = asked
-                if keywords:
+                if query.dtype is _FLOAT32 and (asked := _precision_for(query)) != "highest":
+                    keywords["float32_precision"] = asked
+                needs_grad = _is_grad_enabled() and (
+                    query.requires_grad or key.requires_grad or value.requires_grad
+                )
+                if not keywords:
+                    if attn_mask is None and factor is None and not enable_gqa:
+                        if not needs_grad:
+                            compute = ops.causal_attention if is_causal else ops.basic_attention
+                            return compute(query, key, value)
+                        if is_causal:
+                            return basic_attention(query, key, value, CAUSAL)
+                        return basic_attention(query, key, value)
+                    if needs_grad:
+                        rest = (attn_mask, factor, is_causal, enable_gqa)
+                        return basic_attention(query, key, value, rest)
+                    return ops.masked_attention(query, key, value, attn_mask, factor, is_causal, enable_gqa)
+                if attn_mask is None:
                     factor = default_scale(query.size(3)) if factor is None else factor
                     if is_causal:
                         keywords["is_causal"] = True
                     if not enable_gqa and query.size(1) != key.size(1) != 1:
                         raise ValueError("heads that do not go together")
-                if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-                    return basic_attention(query, key, value, (factor, is_causal, enable_gqa, keywords))
-                if keywords and factor is not None:
+                    if needs_grad:
+                        return basic_attention(query, key, value, (None, factor, is_causal), keywords)
                     return ops.direct_forward(query, key, value, factor, **keywords)[0]
-                return ops.basic_attention(query, key, value, factor, is_causal, enable_gqa)
         except REFUSALS:
             # Something must be broadcast or made dense, or is a mistake: the general way finds out which.
             pass

@@ -35,6 +35,12 @@ __all__ = [
     "basic_attention",
     "basic_attention_backward",
     "basic_attention_forward",
+    "causal_attention",
+    "causal_attention_backward",
+    "causal_attention_forward",
+    "masked_attention",
+    "masked_attention_backward",
+    "masked_attention_forward",
     "masked_softmax",
     "masked_softmax_backward",
 ]
@@ -52,8 +58,13 @@ NAMESPACE: str = _ops.name
 
 def _operator(fake: _Operator) -> _Operator:
     """The operator that a fake kernel, which is registered, is named after."""
-    torch.library.register_fake(f"{NAMESPACE}::{fake.__name__}")(fake)
-    operator: _Operator = getattr(_ops, fake.__name__).default
+    return _named(fake.__name__, fake)
+
+
+def _named(name: str, fake: _Operator) -> _Operator:
+    """The operator of that name, whose fake kernel is registered."""
+    torch.library.register_fake(f"{NAMESPACE}::{name}")(fake)
+    operator: _Operator = getattr(_ops, name).default
     return operator
 
 
@@ -267,50 +278,81 @@ def attention_captured_gradients(
     return query.new_empty(sum(captured_sizes), dtype=torch.float64)
 
 
-@_direct
-@_operator
-def basic_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool, enable_gqa: bool
+def _basic_operators(fake: _Operator) -> tuple[_Operator, _Operator, _Operator]:
+    """The operators without options, with the causal rule, and with a mask, that share a fake kernel.
+
+    The first two take tensors alone, which costs a call the least.
+    """
+    basic, causal, masked = (
+        _direct(_named(kind + fake.__name__, fake)) for kind in ("basic", "causal", "masked")
+    )
+    return basic, causal, masked
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """out alone, with the default scale for None."""
-    _refuse_meta(query, key, value)
+    """out alone, with the default scale for None. The first dimensions of attn_mask may be missing."""
+    _refuse_meta(query, key, value, attn_mask)
     return _empty_like(query, query.shape[2], value.shape[3])
 
 
-@_direct
-@_operator
-def basic_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool, enable_gqa: bool
+basic_attention, causal_attention, masked_attention = _basic_operators(_attention)
+
+
+def _attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, statistics (2,B,H,L), which are row_max and row_sum, and out_residual, None if the dtype has none.
 
     The arguments are those of :func:`basic_attention`.
     """
-    _refuse_meta(query, key, value)
+    _refuse_meta(query, key, value, attn_mask)
     out = _empty_like(query, query.shape[2], value.shape[3])
     statistics = query.new_empty((2, *query.shape[:3]), dtype=accumulation_dtype(query.dtype))
     return out, statistics, torch.empty_like(out) if query.dtype in SIXTEEN_BITS else None
 
 
-@_direct
-@_operator
-def basic_attention_backward(
+basic_attention_forward, causal_attention_forward, masked_attention_forward = _basic_operators(
+    _attention_forward
+)
+
+
+def _attention_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     statistics: Tensor,
-    out_residual: Tensor | None,
-    scale: float | None,
-    is_causal: bool,
+    out_residual: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    _refuse_meta(grad_out, query, key, value)
+    _refuse_meta(grad_out, query, key, value, attn_mask)
     of_query, of_key, of_value = (
         _empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)
     )
     return of_query, of_key, of_value
+
+
+basic_attention_backward, causal_attention_backward, masked_attention_backward = _basic_operators(
+    _attention_backward
+)
 
 
 @_operator

@@ -55,7 +55,6 @@ struct Options {
   mutable int32_t out_of_range = 0;              // set while kernels run
 
   Options() = default;
-  explicit Options(bool is_causal) : is_causal(is_causal) {}
   // Takes all of them off the stack.
   explicit Options(Stack& stack);
 

@@ -1,9 +1,12 @@
-// Attention with no option but the causal rule, for eager calls on small tensors.
+// Attention with no option but a mask and the causal rule, for eager calls on small tensors.
 //
 // These operators are attention_forward and attention_backward with few arguments, and one of them returns
 // out alone. A call on small tensors takes a few microseconds, most of them outside the kernel: each argument
-// costs its conversion even at its default, and each result costs an allocation.
+// that is no tensor costs 0.1 of them, given or not, and each result costs an allocation. So basic_attention
+// and causal_attention take tensors alone, and masked_attention takes everything.
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "attention_backward.h"
 #include "attention_forward.h"
@@ -21,22 +24,61 @@ double scale_or_default(std::optional<double> scale, const TensorHandle& query_h
   return head_dim > 0 ? std::pow(static_cast<double>(head_dim), -0.5) : 1.0;
 }
 
+// Returns a mask with four dimensions. The first ones may be missing, as the public functions allow it, and a
+// view costs less here than in Python.
+TensorHandle four_dimensional(TensorHandle mask) {
+  int64_t rank = kMaxRank;
+  if (mask) aoti_torch_get_dim(mask.get(), &rank);
+  if (rank >= kMaxRank) return mask;
+  const Input given = inspect("attn_mask", mask);
+  int64_t size[kMaxRank] = {1, 1, 1, 1}, stride[kMaxRank] = {0, 0, 0, 0};
+  std::copy_n(given.size, rank, size + kMaxRank - rank);
+  std::copy_n(given.stride, rank, stride + kMaxRank - rank);
+  AtenTensorHandle view = nullptr;
+  // The last number is added to the offset of the mask in its storage.
+  if (aoti_torch__reinterpret_tensor(mask.get(), kMaxRank, size, stride, 0, &view) != TORCH_SUCCESS) {
+    throw AllocationFailure("not enough memory for a view of attn_mask");
+  }
+  return TensorHandle(view);
+}
+
+// The arguments that only the masked operators have.
+struct Rest {
+  TensorHandle attn_mask;
+  std::optional<double> scale;
+  bool is_causal;
+
+  Rest(Stack& stack, Basic kind) : is_causal(kind == Basic::kCausal) {
+    if (kind != Basic::kMasked) return;
+    attn_mask = stack.optional_tensor();
+    scale = stack.optional_number();
+    is_causal = stack.flag();
+  }
+
+  Options options() {
+    Options options;
+    options.attn_mask = four_dimensional(std::move(attn_mask));
+    options.is_causal = is_causal;
+    return options;
+  }
+};
+
 // The arguments of both forwards, in the order in which they lie on the stack.
 struct Arguments {
   TensorHandle query, key, value;
-  std::optional<double> scale;
-  Options options;
+  Rest rest;
   bool enable_gqa;
+  Options options;
   ForwardCall call;
 
-  explicit Arguments(Stack& stack)
+  Arguments(Stack& stack, Basic kind)
       : query(stack.tensor()),
         key(stack.tensor()),
         value(stack.tensor()),
-        scale(stack.optional_number()),
-        options(stack.flag()),
-        enable_gqa(stack.flag()),
-        call(query, key, value, scale_or_default(scale, query), options) {
+        rest(stack, kind),
+        enable_gqa(kind == Basic::kMasked && stack.flag()),
+        options(rest.options()),
+        call(query, key, value, scale_or_default(rest.scale, query), options) {
     // The public functions have the same rule: one kv head serves all, other counts need enable_gqa.
     const AttentionParams& p = call.params;
     if (p.kv_heads != p.heads && p.kv_heads != 1 && !enable_gqa) {
@@ -56,9 +98,10 @@ TensorHandle nothing() {
 
 }  // namespace
 
+template <Basic kKind>
 void basic_attention(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
-  const Arguments arguments(stack);
+  const Arguments arguments(stack, kKind);
   const ForwardCall& call = arguments.call;
   Output out = call.allocate_out("out");
   const int64_t bytes = call.rows() * size_of(accumulation_dtype(call.params.dtype));
@@ -68,9 +111,10 @@ void basic_attention(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle);
 }
 
+template <Basic kKind>
 void basic_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
-  const Arguments arguments(stack);
+  const Arguments arguments(stack, kKind);
   const ForwardCall& call = arguments.call;
   const AttentionParams& p = call.params;
   Output out = call.allocate_out("out");
@@ -88,16 +132,27 @@ void basic_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle, statistics.handle, residual.handle);
 }
 
+template <Basic kKind>
 void basic_attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   BackwardTensors tensors(stack);
   tensors.statistics = stack.tensor();
-  tensors.out_residual = stack.optional_tensor();
-  const std::optional<double> scale = stack.optional_number();
-  const Options options(stack.flag());
+  if (kKind == Basic::kMasked) tensors.out_residual = stack.optional_tensor();
+  Rest rest(stack, kKind);
 
-  Gradients grads = run_backward(tensors, scale_or_default(scale, tensors.query), false, options);
+  const double scale = scale_or_default(rest.scale, tensors.query);
+  Gradients grads = run_backward(tensors, scale, false, rest.options());
   stack.put(grads.query.handle, grads.key.handle, grads.value.handle);
 }
+
+template void basic_attention<Basic::kAlone>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention<Basic::kCausal>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention<Basic::kMasked>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention_forward<Basic::kAlone>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention_forward<Basic::kCausal>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention_forward<Basic::kMasked>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention_backward<Basic::kAlone>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention_backward<Basic::kCausal>(StableIValue*, uint64_t, uint64_t);
+template void basic_attention_backward<Basic::kMasked>(StableIValue*, uint64_t, uint64_t);
 
 }  // namespace selfattn::ops

@@ -57,17 +57,22 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "Tensor row_max, Tensor row_sum, float scale, *, SymInt[] captured_sizes, int exclusive=0, "
       "Tensor? out_residual=None, Tensor? grad_row=None, Tensor? grad_weights=None, " +
       options + ") -> Tensor");
-  define(
-      "basic_attention(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, bool "
-      "enable_gqa) "
-      "-> Tensor");
-  define(
-      "basic_attention_forward(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, "
-      "bool enable_gqa) -> (Tensor out, Tensor statistics, Tensor out_residual)");
-  define(
-      "basic_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor statistics, Tensor? out_residual, float? scale, bool is_causal) "
-      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+  // Of the basic operators, those called causal have the causal rule, and those called masked have a mask,
+  // which broadcasts to (B,H,L,S) and whose first dimensions may be missing. Overloads of one name would be
+  // shorter, but torch 2.13 aborts when a library with three of one name is unloaded.
+  for (const std::string name : {"basic_attention", "causal_attention", "masked_attention"}) {
+    const bool masked = name == "masked_attention";
+    const std::string arguments =
+        std::string("(Tensor query, Tensor key, Tensor value") +
+        (masked ? ", Tensor? attn_mask, float? scale, bool is_causal, bool enable_gqa" : "");
+    define(name + arguments + ") -> Tensor");
+    define(name + "_forward" + arguments + ") -> (Tensor out, Tensor statistics, Tensor out_residual)");
+    define(
+        name +
+        "_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor statistics" +
+        (masked ? ", Tensor? out_residual, Tensor? attn_mask, float? scale, bool is_causal" : "") +
+        ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+  }
   // Writes key and value (B,Hk,L,E|Ev) behind the seqlens (B,) rows of the caches, which are (B,Hk,S,E|Ev)
   // or, with a block_table, pages as in attention_options.h. With cu_seqlens (B+1,), key and value are
   // packed, (1,Hk,rows,E|Ev).

@@ -20,8 +20,13 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t);
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t);
+// What a basic operator takes beside tensors: nothing, nothing while it has the causal rule, or everything.
+enum class Basic { kAlone, kCausal, kMasked };
+template <Basic kKind>
 void basic_attention(StableIValue* values, uint64_t, uint64_t);
+template <Basic kKind>
 void basic_attention_forward(StableIValue* values, uint64_t, uint64_t);
+template <Basic kKind>
 void basic_attention_backward(StableIValue* values, uint64_t, uint64_t);
 
 // Gives the dispatcher all of them, for one kind of device.
@@ -40,9 +45,15 @@ void implement_operators(Library& library) {
   library.impl("attention_scores_backward", &attention_scores_backward);
   library.impl("masked_softmax", &masked_softmax);
   library.impl("masked_softmax_backward", &masked_softmax_backward);
-  library.impl("basic_attention", &basic_attention);
-  library.impl("basic_attention_forward", &basic_attention_forward);
-  library.impl("basic_attention_backward", &basic_attention_backward);
+  library.impl("basic_attention", &basic_attention<Basic::kAlone>);
+  library.impl("causal_attention", &basic_attention<Basic::kCausal>);
+  library.impl("masked_attention", &basic_attention<Basic::kMasked>);
+  library.impl("basic_attention_forward", &basic_attention_forward<Basic::kAlone>);
+  library.impl("causal_attention_forward", &basic_attention_forward<Basic::kCausal>);
+  library.impl("masked_attention_forward", &basic_attention_forward<Basic::kMasked>);
+  library.impl("basic_attention_backward", &basic_attention_backward<Basic::kAlone>);
+  library.impl("causal_attention_backward", &basic_attention_backward<Basic::kCausal>);
+  library.impl("masked_attention_backward", &basic_attention_backward<Basic::kMasked>);
 }
 
 }  // namespace selfattn::ops

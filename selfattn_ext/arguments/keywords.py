@@ -39,10 +39,7 @@ def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
         if probability:
             keywords["dropout_p"] = probability
     if query.dtype is _FLOAT32:
-        if _is_compiling():
-            asked = precision.of_graph(query.is_cuda)
-        else:
-            asked = precision.current_on_cuda() if query.is_cuda else precision.current()
+        asked = precision.of_graph(query.is_cuda) if _is_compiling() else precision.current_for(query)
         if asked != "highest":
             keywords["float32_precision"] = asked
     if forced_kernel.forcing and (kernel := forced_kernel.current()):

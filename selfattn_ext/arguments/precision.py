@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["current", "current_on_cuda", "of_graph"]
+__all__ = ["current", "current_for", "current_on_cuda", "of_graph"]
 
 _setting = torch._C._get_float32_matmul_precision
 
@@ -38,6 +39,14 @@ def current_on_cuda() -> str:
         return _setting()
     except RuntimeError:
         return _of_backend(torch.backends.cuda)
+
+
+def current_for(tensor: Tensor) -> str:
+    """Returns the precision for products on the tensor's device."""
+    try:
+        return _setting()
+    except RuntimeError:
+        return current_on_cuda() if tensor.is_cuda else current()
 
 
 def _of_backend(backend: Any) -> str:

@@ -1,6 +1,6 @@
 """Gradients of every operator: eager, under torch.func, and in the graphs of torch.compile."""
 
-from .attention_function import basic_attention
+from .attention_function import CAUSAL, basic_attention
 from .graph_operators import (
     attention_scores_with_gradient,
     attention_with_gradient,
@@ -8,6 +8,7 @@ from .graph_operators import (
 )
 
 __all__ = [
+    "CAUSAL",
     "attention_scores_with_gradient",
     "attention_with_gradient",
     "basic_attention",

@@ -48,11 +48,14 @@ from .forward_levels import nestable, primals
 from .forward_mode import AttentionTangents, attention_of_duals
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
-__all__ = ["attention", "basic_attention", "vmapped"]
+__all__ = ["CAUSAL", "attention", "basic_attention", "vmapped"]
 
 #: The number of tensors of a call, and the index of the mask among them.
 _TENSORS = len(Tensors._fields)
 _MASK = Tensors._fields.index("mask")
+
+#: The arguments after value of a basic call that has nothing but the causal rule, compared by identity.
+CAUSAL = (None, None, True, False)
 
 
 def attention(
@@ -96,57 +99,74 @@ def _any_requires_grad(tensors: Tensors) -> bool:
 
 
 class _BasicAttention(Function):
-    """The cheapest form of a call, for eager mode: query, key and value are its only tensors, out its result.
+    """The cheapest form of a call, for eager mode: (query, key, value, rest, keywords) → out.
 
-    Without keywords (the causal rule is none) it calls the operators that have none, where a scale of None
-    stands for the default.
+    Without keywords it calls the operators that have none. ``rest`` are then their arguments after value,
+    (attn_mask, scale, is_causal, enable_gqa), or nothing if all are at their default. With keywords there is
+    no mask, the scale is a number, and is_causal is also among the keywords. The mask gets no gradient.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: tuple[Any, bool, bool, Keywords]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rest: tuple[Any, ...] = (),
+        keywords: Keywords | None = None,
     ) -> Tensor:
-        scale, is_causal, enable_gqa, keywords = call
         statistics: Any
-        if keywords:
-            out, *statistics, residual = operator_calls.forward(query, key, value, scale, keywords)
+        if not rest:
+            out, statistics, residual = ops.basic_attention_forward(query, key, value)
+        elif rest is CAUSAL:
+            out, statistics, residual = ops.causal_attention_forward(query, key, value)
+        elif keywords is None:
+            out, statistics, residual = ops.masked_attention_forward(query, key, value, *rest)
         else:
-            out, statistics, residual = ops.basic_attention_forward(
-                query, key, value, scale, is_causal, enable_gqa
-            )
-        ctx.save_for_backward(query, key, value, out, residual)
+            out, *statistics, residual = operator_calls.forward(query, key, value, rest[1], keywords)
+        attn_mask, rules = (rest[0], rest[1:3]) if rest else (None, ())
+        ctx.save_for_backward(query, key, value, out, residual, attn_mask)
         # The statistics are neither inputs nor results, so the context may simply hold them, which is cheap.
-        ctx.call = (statistics, scale, is_causal, keywords)
+        ctx.call = (statistics, rules, keywords)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
-        query, key, value, out, residual = operator_calls.saved_tensors(ctx)
-        statistics, scale, is_causal, keywords = ctx.call
+        query, key, value, out, residual, attn_mask = operator_calls.saved_tensors(ctx)
+        statistics, rules, keywords = ctx.call
+        scale: Any
+        scale, is_causal = rules or (None, False)
+        grads: tuple[Tensor, ...]
         if operator_calls.is_differentiated():
             scale = default_scale(query.size(3)) if scale is None else scale
-            if is_causal:
-                keywords = {**keywords, "is_causal": True}
-            tensors = Tensors(query, key, value)
+            merged = {**(keywords or {}), **({"is_causal": True} if is_causal else {})}
+            if attn_mask is not None:
+                attn_mask = attn_mask.view((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+            tensors = Tensors(query, key, value, attn_mask)
             saved: operator_calls.Saved = (out, *statistics, residual, None)
-            inputs = _of_backward((grad_out, None, None), tensors, saved, scale, keywords, False)
-            return *AttentionBackward.apply(*inputs)[:3], None
-        grads: tuple[Tensor, ...]
-        try:
-            if keywords:
-                if residual is not None:
-                    keywords = {**keywords, "out_residual": residual}
-                row_max, row_sum = statistics
-                grads = ops.direct_backward(
-                    grad_out, query, key, value, out, row_max, row_sum, scale, **keywords
-                )
-            else:
-                grads = ops.basic_attention_backward(
-                    grad_out, query, key, value, out, statistics, residual, scale, is_causal
-                )
-        except MemoryError as error:
-            raise refusals.out_of_memory(error, query) from None
-        return grads[0], grads[1], grads[2], None
+            inputs = _of_backward((grad_out, None, None), tensors, saved, scale, merged, False)
+            grads = AttentionBackward.apply(*inputs)[:3]
+        else:
+            try:
+                if keywords is not None:
+                    merged = keywords if residual is None else {**keywords, "out_residual": residual}
+                    row_max, row_sum = statistics
+                    grads = ops.direct_backward(
+                        grad_out, query, key, value, out, row_max, row_sum, scale, **merged
+                    )[:3]
+                elif residual is None and attn_mask is None and scale is None:
+                    compute = ops.causal_attention_backward if is_causal else ops.basic_attention_backward
+                    grads = compute(grad_out, query, key, value, out, statistics)
+                else:
+                    grads = ops.masked_attention_backward(
+                        grad_out, query, key, value, out, statistics, residual, attn_mask, scale, is_causal
+                    )
+            except MemoryError as error:
+                raise refusals.out_of_memory(error, query) from None
+        # rest and keywords have no gradients.
+        if not rules:
+            return grads
+        return (*grads, None) if keywords is None else (*grads, None, None)
 
 
 # Function.apply looks for the wrappers of torch.func in every argument. This name and _eager_attention skip

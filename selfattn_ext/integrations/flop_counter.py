@@ -19,6 +19,8 @@ from ..arguments import sequence_checks
 __all__: list[str] = []
 
 _operators = getattr(torch.ops, ops.NAMESPACE)
+#: How the names of the basic operators begin.
+_BASIC = ("basic", "causal", "masked")
 
 
 def _products(query: Tensor, key: Tensor, width: int, options: dict[str, Any]) -> int:
@@ -45,14 +47,24 @@ def _lengths(tensor: Tensor, side: str, options: dict[str, Any]) -> list[int]:
 
 
 @register_flop_formula(
-    [_operators.attention_forward, _operators.basic_attention, _operators.basic_attention_forward],
+    [
+        _operators.attention_forward,
+        *(getattr(_operators, f"{kind}_attention") for kind in _BASIC),
+        *(getattr(_operators, f"{kind}_attention_forward") for kind in _BASIC),
+    ],
     get_raw=True,
 )
 def _forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     return _products(query, key, query.shape[3] + value.shape[3], kwargs)
 
 
-@register_flop_formula([_operators.attention_backward, _operators.basic_attention_backward], get_raw=True)
+@register_flop_formula(
+    [
+        _operators.attention_backward,
+        *(getattr(_operators, f"{kind}_attention_backward") for kind in _BASIC),
+    ],
+    get_raw=True,
+)
 def _backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     # It computes the scores again, the gradients of query and key, and those of the weights and of value.
     return _products(query, key, 3 * query.shape[3] + 2 * value.shape[3], kwargs)

@@ -271,10 +271,11 @@ def test_unknown_names_in_the_environment(run_in_forks: Callable[..., list[str]]
 F = {"query": QUERY, "key": KEY, "value": VALUE, "scale": 1.0}
 OUT, ROW_MAX, ROW_SUM, _ = ops.attention_forward(**F)
 B = {"grad_out": OUT, "out": OUT, "row_max": ROW_MAX, "row_sum": ROW_SUM, **F}
-P = {**F, "scale": None, "is_causal": False, "enable_gqa": False}
+P = {**F, "attn_mask": None, "scale": None, "is_causal": False, "enable_gqa": False}
 STATISTICS = torch.stack([ROW_MAX, ROW_SUM])
 PB = {
-    **F, "grad_out": OUT, "out": OUT, "statistics": STATISTICS, "out_residual": None, "is_causal": False,
+    **F, "grad_out": OUT, "out": OUT, "statistics": STATISTICS, "out_residual": None, "attn_mask": None,
+    "is_causal": False,
 }  # fmt: skip
 OPERATOR_CALLS = {
     "rank": (ops.attention_forward, {**F, "query": QUERY[0]}, "query"),
@@ -316,20 +317,37 @@ OPERATOR_CALLS = {
         {**B, "need_mask_grad": True, "attn_mask": torch.ones(1, 1, 5, 6, dtype=torch.bool)},
         "attn_mask",
     ),
-    "basic heads": (ops.basic_attention, {**P, "key": KEY[:, :2], "value": VALUE[:, :2]}, "enable_gqa"),
+    "basic heads": (ops.masked_attention, {**P, "key": KEY[:, :2], "value": VALUE[:, :2]}, "enable_gqa"),
     "basic heads that do not divide": (
-        ops.basic_attention,
+        ops.masked_attention,
         {**P, "key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
         "heads",
     ),
-    "basic rank": (ops.basic_attention_forward, {**P, "query": QUERY[0]}, "query"),
-    "basic number": (ops.basic_attention, {**P, "query": torch.tensor(1.0)}, "query"),
-    "basic dtype": (ops.basic_attention_forward, {**P, "value": VALUE.double()}, "value"),
-    "basic NaN scale": (ops.basic_attention_forward, {**P, "scale": float("nan")}, "scale"),
-    "basic grad shape": (ops.basic_attention_backward, {**PB, "grad_out": OUT[:, :, :4]}, "grad_out"),
-    "basic statistics": (ops.basic_attention_backward, {**PB, "statistics": ROW_MAX}, "statistics"),
+    "basic rank": (ops.masked_attention_forward, {**P, "query": QUERY[0]}, "query"),
+    "basic number": (ops.masked_attention, {**P, "query": torch.tensor(1.0)}, "query"),
+    "basic dtype": (ops.masked_attention_forward, {**P, "value": VALUE.double()}, "value"),
+    "basic mask shape": (ops.masked_attention, {**P, "attn_mask": torch.ones(5, 7)}, "attn_mask"),
+    "basic mask rank": (ops.masked_attention, {**P, "attn_mask": torch.ones(1, 1, 1, 5, 6)}, "attn_mask"),
+    "basic mask dtype": (
+        ops.masked_attention_forward,
+        {**P, "attn_mask": torch.ones(5, 6, dtype=torch.int8)},
+        "attn_mask",
+    ),
+    "basic mask of a gradient": (
+        ops.masked_attention_backward,
+        {**PB, "attn_mask": torch.ones(2, 6)},
+        "attn_mask",
+    ),
+    "tensors alone, heads": (
+        ops.basic_attention,
+        {"query": QUERY, "key": KEY[:, :2], "value": VALUE[:, :2]},
+        "enable_gqa",
+    ),
+    "basic NaN scale": (ops.masked_attention_forward, {**P, "scale": float("nan")}, "scale"),
+    "basic grad shape": (ops.masked_attention_backward, {**PB, "grad_out": OUT[:, :, :4]}, "grad_out"),
+    "basic statistics": (ops.masked_attention_backward, {**PB, "statistics": ROW_MAX}, "statistics"),
     "basic statistics of another dtype": (
-        ops.basic_attention_backward,
+        ops.masked_attention_backward,
         {**PB, "statistics": STATISTICS.double()},
         "statistics",
     ),

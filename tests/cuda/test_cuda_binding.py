@@ -141,16 +141,14 @@ class TestChecks:
         with pytest.raises(ValueError, match="mask is on cpu"):
             ops.masked_softmax(self.here, 1.0, mask=self.host)
         with pytest.raises(ValueError, match="value is on cpu"):
-            ops.basic_attention(self.here, self.here, self.host, None, False, False)
+            ops.basic_attention(self.here, self.here, self.host)
         with pytest.raises(ValueError, match="value is on cpu"):
             ops.attention_refusals(self.here, self.here, self.host, 1.0)
 
     def test_one_device_for_the_other_gradients(self) -> None:
         here, host = self.here, self.host
         with pytest.raises(ValueError, match="statistics is on cpu"):
-            ops.basic_attention_backward(
-                here, here, here, here, here, torch.zeros(2, 1, 2, 4), None, None, False
-            )
+            ops.basic_attention_backward(here, here, here, here, here, torch.zeros(2, 1, 2, 4))
         with pytest.raises(ValueError, match="grad_scores is on cpu"):
             ops.attention_scores_backward(torch.zeros(1, 2, 4, 4), here, here, 1.0)
         with pytest.raises(ValueError, match="grad_weights is on cpu"):
@@ -183,7 +181,7 @@ class TestChecks:
             ops.attention_backward(**call, scale=1.0, dropout_p=0.5, need_mask_grad=True)
         statistics = claimed(torch.zeros(2, 1, 2, 4))
         with pytest.raises(MemoryError, match="grad_query"):
-            ops.basic_attention_backward(x, x, x, x, x, statistics, None, None, False)
+            ops.basic_attention_backward(x, x, x, x, x, statistics)
         with pytest.raises(MemoryError, match="grad_query"):
             ops.attention_scores_backward(square, x, x, 1.0)
         with pytest.raises(MemoryError, match="grad_scores"):
@@ -329,6 +327,14 @@ class TestOutOfMemory:
         ("name", "call"),
         [
             ("basic_attention_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x)),
+            (
+                "causal_attention_backward",
+                lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, is_causal=True),
+            ),
+            (
+                "masked_attention_backward",
+                lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, torch.ones(4, 4)),
+            ),
             ("direct_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, softcap=1.0)),
             ("attention_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, x @ x.mT)),
             ("attention_scores_backward", lambda x: selfattn_ext.attention_scores(x, x)),

@@ -165,11 +165,13 @@ def test_backward_twice_and_checkpoint() -> None:
         assert torch.equal(point.grad, first)
 
 
-def test_a_changed_input_is_noticed() -> None:
+@pytest.mark.parametrize("changed", ["query", "attn_mask"])
+def test_a_changed_input_is_noticed(changed: str) -> None:
     tensors = Case(dtype=torch.float64).inputs()
-    query = tensors.pop("query") * 1.0
-    out = scaled_dot_product_attention(query, **tensors)
-    query.mul_(2.0)
+    mask = torch.zeros(tensors["query"].shape[2], tensors["key"].shape[2])
+    tensors |= {"query": tensors["query"] * 1.0, "attn_mask": mask}
+    out = scaled_dot_product_attention(**tensors)
+    tensors[changed].add_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfattn_ext import attention_weights, backends, functional, ops, scaled_dot_product_attention
+from selfattn_ext import attention_weights, backends, ops, scaled_dot_product_attention
 from selfattn_ext.arguments import precision
 
 SETTINGS = ("highest", "high", "medium")
@@ -30,7 +30,9 @@ class Recorder(TorchDispatchMode):
             name = func.overloadpacket.__name__
             assert name in ops.__all__, "an operator of another name"
             # The basic operators, which take no options, stand for those that do.
-            name = "attention_forward" if name == "basic_attention" else name.removeprefix("basic_")
+            kind, _, step = name.partition("_attention")
+            if kind in ("basic", "causal", "masked"):
+                name = f"attention{step or '_forward'}"
             self.seen.append((name, (kwargs or {}).get("float32_precision")))
         return func(*args, **(kwargs or {}))
 
@@ -199,7 +201,10 @@ def test_devices_set_apart(run_in_forks: Callable[..., list[str]]) -> None:
 def test_tensors_on_cuda_have_a_setting_of_their_own(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functional, "_precision_on_cuda", lambda: "medium")
+    def of_all_devices() -> str:
+        raise RuntimeError("devices are set differently")
+
+    monkeypatch.setattr(precision, "_setting", of_all_devices)
     monkeypatch.setattr(precision, "current_on_cuda", lambda: "medium")
     with FakeTensorMode():
         for device, asked in (("cuda", "medium"), ("cpu", "highest")):

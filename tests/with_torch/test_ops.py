@@ -74,15 +74,23 @@ def calls(dtype: torch.dtype, transposed: bool) -> Calls:
             (ops.attention_backward, saved, {**more, "grad_weights": scores}),
         ]
     library = getattr(torch.ops, ops.NAMESPACE)
-    out, statistics, residual = ops.basic_attention_forward(query, key, value, None, True, True)
-    saved = (out, query, key, value, out, statistics, residual)
+    mask = torch.rand(5, 6) < 0.5
+    out, statistics, residual = ops.masked_attention_forward(query, key, value, mask, None, True, True)
+    saved = (out, query, key, value, out, statistics)
+    same_heads = (query[:, :2], key, value)
     return [
         *cache_calls(dtype, transposed),
         *everything,
         *function_calls(dtype, transposed),
-        (library.basic_attention.default, (query, key, value, 0.3, False, True), {}),
-        (library.basic_attention_forward.default, (query, key, value, None, True, True), {}),
-        (library.basic_attention_backward.default, (*saved, None, True), {}),
+        (library.basic_attention.default, same_heads, {}),
+        (library.basic_attention_forward.default, same_heads, {}),
+        (library.basic_attention_backward.default, saved, {}),
+        (library.causal_attention.default, same_heads, {}),
+        (library.causal_attention_forward.default, same_heads, {}),
+        (library.causal_attention_backward.default, saved, {}),
+        (library.masked_attention.default, (query, key, value, mask, 0.3, False, True), {}),
+        (library.masked_attention_forward.default, (query, key, value, None, None, True, True), {}),
+        (library.masked_attention_backward.default, (*saved, residual, mask, None, True), {}),
         (ops.attention_scores, (query, key, 0.3), {}),
         (ops.attention_scores_backward, (scores, query, key, 0.3), {}),
         (ops.masked_softmax, (scores, 0.3), {"mask": torch.rand(1, 1, 5, 6) < 0.5, "is_causal": True}),
@@ -272,38 +280,69 @@ def test_strides_at_sizes_of_one(transposed: bool, shape: tuple[int, int]) -> No
         assert looks(result) == looks(shadow)
 
 
+#: The sizes of masks (L, S) with more dimensions before these, and without.
+MASKS: dict[str, tuple[int, ...] | None] = {
+    "no mask": None, "keys": (9,), "scores": (9, 9), "heads": (4, 1, 9), "batch": (2, 1, 1, 9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_basic_operators_give_the_same_bits(dtype: torch.dtype, is_causal: bool) -> None:
+def test_basic_operators_give_the_same_bits(
+    dtype: torch.dtype, is_causal: bool, shape: tuple[int, ...] | None
+) -> None:
     for layout, width in (("contiguous", 8), ("transposed", 8), ("contiguous", 7), ("contiguous", 96)):
         query, key, value = (
             laid_out(torch.randn(2, heads, 9, width).to(dtype), layout) for heads in (4, 2, 2)
         )
+        # Rows of one in two, so that a view of the mask must heed its offset and its strides.
+        mask = None if shape is None else torch.randn(2, *shape[:-1], 2 * shape[-1])[1, ..., ::2]
+        options: dict[str, Any] = {"is_causal": is_causal}
+        if mask is not None:
+            options["attn_mask"] = mask.view((1,) * (4 - mask.dim()) + mask.shape)
         scale = width**-0.5
         out, row_max, row_sum, rounding = ops.attention_forward(
-            query, key, value, scale, need_residual=True, is_causal=is_causal
+            query, key, value, scale, need_residual=True, **options
         )
         residual = rounding if dtype in ops.SIXTEEN_BITS else None
         grads = ops.attention_backward(
-            out.cos(), query, key, value, out, row_max, row_sum, scale,
-            is_causal=is_causal, out_residual=residual,
-        )  # fmt: skip
+            out.cos(), query, key, value, out, row_max, row_sum, scale, out_residual=residual, **options
+        )
         for given in (scale, None):
-            basic = ops.basic_attention_forward(query, key, value, given, is_causal, True)
+            rules = (mask, given, is_causal)
+            basic = ops.masked_attention_forward(query, key, value, *rules, True)
             assert torch.equal(basic[0], out)
-            assert torch.equal(basic[0], ops.basic_attention(query, key, value, given, is_causal, True))
+            assert torch.equal(basic[0], ops.masked_attention(query, key, value, *rules, True))
             assert torch.equal(basic[1], torch.stack([row_max, row_sum]))
             assert basic[2] is None if residual is None else torch.equal(basic[2], residual)
             # The statistics are used as they come, and in another layout.
             for statistics in (basic[1], basic[1].mT.contiguous().mT):
-                basic_grads = ops.basic_attention_backward(
-                    out.cos(), query, key, value, out, statistics, basic[2], given, is_causal
-                )
+                saved = (query, key, value, out, statistics)
+                basic_grads = ops.masked_attention_backward(out.cos(), *saved, basic[2], *rules)
                 assert all(torch.equal(*pair) for pair in zip(basic_grads, grads, strict=False))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_plain_calls_take_the_basic_operators(is_causal: bool) -> None:
+@pytest.mark.parametrize("kind", ["basic", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_operators_of_tensors_alone_give_the_same_bits(dtype: torch.dtype, kind: str) -> None:
+    alone, forward, backward = (
+        getattr(ops, f"{kind}_attention{step}") for step in ("", "_forward", "_backward")
+    )
+    query, key, value, grad = (torch.randn(2, heads, 9, 8).to(dtype) for heads in (4, 1, 1, 4))
+    rules = (None, None, kind == "causal")
+    out, statistics, residual = forward(query, key, value)
+    expected = ops.masked_attention_forward(query, key, value, *rules, False)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(statistics, expected[1])
+    assert torch.equal(out, alone(query, key, value))
+    assert (residual is None) == (dtype not in ops.SIXTEEN_BITS)
+    saved = (grad, query, key, value, out, statistics)
+    assert all(map(torch.equal, backward(*saved), ops.masked_attention_backward(*saved, None, *rules)))
+
+
+@pytest.mark.parametrize("kind", ["basic", "causal", "masked"])
+def test_plain_calls_take_the_basic_operators(kind: str) -> None:
     """Only the basic operators are fast on tiny tensors; calls with other options take the others."""
     names: list[str] = []
 
@@ -313,15 +352,22 @@ def test_plain_calls_take_the_basic_operators(is_causal: bool) -> None:
                 names.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    tensors = [torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2, 2)]
+    tensors = [torch.randn(2, 4, 5, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.rand(5, 5) < 0.7 if kind == "masked" else None
+    is_causal = kind == "causal"
     with Recorder():
-        out = scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True)
-        torch.autograd.grad(out.sum(), tensors)
+        for enable_gqa in (False, True):
+            out = scaled_dot_product_attention(*tensors, mask, 0.0, is_causal, None, enable_gqa)
+            torch.autograd.grad(out.sum(), tensors)
+            with torch.no_grad():
+                scaled_dot_product_attention(*tensors, mask, 0.0, is_causal, None, enable_gqa)
         with torch.no_grad():
-            scaled_dot_product_attention(*tensors, None, 0.0, is_causal, 0.3, True)
-            scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True, softcap=1.0)
+            scaled_dot_product_attention(*tensors, mask, 0.0, is_causal, 0.3)
+            scaled_dot_product_attention(*tensors, mask, is_causal=is_causal, softcap=1.0)
     assert names == [
-        "basic_attention_forward", "basic_attention_backward", "basic_attention", "attention_forward",
+        f"{kind}_attention_forward", f"{kind}_attention_backward", f"{kind}_attention",
+        "masked_attention_forward", f"{kind}_attention_backward", "masked_attention",
+        "masked_attention", "attention_forward",
     ]  # fmt: skip
 
 

@@ -99,8 +99,8 @@ def judge_residual(case: Case, devices: list[Device]) -> None:
         return {"out": out, "out_residual": residual}
 
     def plain_forward(call: Host) -> Named:
-        options = {"scale": None, "is_causal": False, "enable_gqa": True}
-        out, _, residual = call("basic_attention_forward", **given, **options)
+        options = {"attn_mask": None, "scale": None, "is_causal": False, "enable_gqa": True}
+        out, _, residual = call("masked_attention_forward", **given, **options)
         return {"out": out, "out_residual": residual}
 
     compare(forward, judge, devices)
@@ -165,20 +165,20 @@ def cotangents_for(case: Case) -> Named:
 
 
 def judge_basic_attention(case: Case, device: Device) -> None:
-    """Judges the operators for calls without options."""
+    """Judges the operators for calls without options but the causal rule."""
     tensors = case.inputs()
     cotangents = cotangents_of(cotangents_for(case), case.seed)
     zeros = {name: torch.zeros_like(cotangents[name]) for name in ("weights", "lse")}
     judge = AttentionJudge(case, tensors, cotangents | zeros)
     given: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-    given |= {"scale": None, "is_causal": case.is_causal}
+    given |= {"attn_mask": None, "scale": None, "is_causal": case.is_causal}
 
     def results_of(call: Host) -> Named:
-        (alone,) = call("basic_attention", **given, enable_gqa=True)
-        out, statistics, residual = call("basic_attention_forward", **given, enable_gqa=True)
-        assert torch.equal(alone, out), "basic_attention"
+        (alone,) = call("masked_attention", **given, enable_gqa=True)
+        out, statistics, residual = call("masked_attention_forward", **given, enable_gqa=True)
+        assert torch.equal(alone, out), "masked_attention"
         saved = {"out": out, "statistics": statistics, "out_residual": residual}
-        grads = call("basic_attention_backward", grad_out=cotangents["out"], **given, **saved)
+        grads = call("masked_attention_backward", grad_out=cotangents["out"], **given, **saved)
         results = {"out": out, "row_max": statistics[0], "row_sum": statistics[1]}
         results["out_residual"] = out.new_empty(0) if residual is None else residual
         return results | {f"grad of {name}": grad for name, grad in zip(tensors, grads, strict=True)}

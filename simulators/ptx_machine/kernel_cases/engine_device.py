@@ -22,7 +22,7 @@ to_device, to_host = _own.to_device.default, _own.to_host.default
 FEW = "--few" in sys.argv
 SCALE = 0.3
 #: Operators that take no kernel's name.
-UNCHOSEN = ("append_to_cache", "basic_attention")
+UNCHOSEN = ("append_to_cache", "masked_attention")
 
 #: Results or arguments of operators, by name.
 Named = dict[str, Tensor]
