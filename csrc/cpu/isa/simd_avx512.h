@@ -21,6 +21,8 @@ struct Simd<float> {
   static constexpr int kTileRows = 8;  // 8 x 3 accumulators, 3 operands and a broadcast: 28 of 32 registers
   static constexpr int kTileVecs = SELFATTN_TILE_VECTORS;
 
+  static constexpr bool kLoadsParts = true;
+
   static SELFATTN_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static SELFATTN_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
   static SELFATTN_INLINE Vec set(float x) { return _mm512_set1_ps(x); }
@@ -60,14 +62,16 @@ struct Simd<float> {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   }
-  static SELFATTN_INLINE void store_bfloat16(uint16_t* p, Vec v) {
+  static SELFATTN_INLINE __m256i bfloat16_of(Vec v) {
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
     const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    const __m512i result = _mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(result));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
+  }
+  static SELFATTN_INLINE void store_bfloat16(uint16_t* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_of(v));
   }
   static SELFATTN_INLINE Vec load_float16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -76,6 +80,28 @@ struct Simd<float> {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+  // Parts of vectors: the first n <= kWidth elements in memory. Zeros fill the rest of what is loaded.
+  static SELFATTN_INLINE Mask first(int64_t n) { return static_cast<Mask>((1u << n) - 1); }
+  static SELFATTN_INLINE Vec load_part(const float* p, int64_t n) {
+    return _mm512_maskz_loadu_ps(first(n), p);
+  }
+  static SELFATTN_INLINE void store_part(float* p, int64_t n, Vec v) {
+    _mm512_mask_storeu_ps(p, first(n), v);
+  }
+  static SELFATTN_INLINE Vec load_bfloat16_part(const uint16_t* p, int64_t n) {
+    const __m256i bits = _mm256_maskz_loadu_epi16(first(n), p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static SELFATTN_INLINE Vec load_float16_part(const uint16_t* p, int64_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+  }
+  static SELFATTN_INLINE void store_bfloat16_part(uint16_t* p, int64_t n, Vec v) {
+    _mm256_mask_storeu_epi16(p, first(n), bfloat16_of(v));
+  }
+  static SELFATTN_INLINE void store_float16_part(uint16_t* p, int64_t n, Vec v) {
+    _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
   // 0 where the byte is true, -inf where it is false.
   static SELFATTN_INLINE Vec load_bool_bias(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -122,6 +148,8 @@ struct Simd<double> {
   static constexpr int kTileRows = 8;
   static constexpr int kTileVecs = 3;
 
+  static constexpr bool kLoadsParts = true;
+
   static SELFATTN_INLINE Vec load(const double* p) { return _mm512_loadu_pd(p); }
   static SELFATTN_INLINE void store(double* p, Vec v) { _mm512_storeu_pd(p, v); }
   static SELFATTN_INLINE Vec set(double x) { return _mm512_set1_pd(x); }
@@ -146,6 +174,14 @@ struct Simd<double> {
   }
   static SELFATTN_INLINE Vec interleave_high(Vec a, Vec b) {
     return _mm512_permutex2var_pd(a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15), b);
+  }
+  // See Simd<float>.
+  static SELFATTN_INLINE Mask first(int64_t n) { return static_cast<Mask>((1u << n) - 1); }
+  static SELFATTN_INLINE Vec load_part(const double* p, int64_t n) {
+    return _mm512_maskz_loadu_pd(first(n), p);
+  }
+  static SELFATTN_INLINE void store_part(double* p, int64_t n, Vec v) {
+    _mm512_mask_storeu_pd(p, first(n), v);
   }
 
   // See Simd<float>.

@@ -15,6 +15,7 @@ struct PortableSimd {
   static constexpr int kWidth = kLanes;
   static constexpr int kTileRows = 4;
   static constexpr int kTileVecs = 2;
+  static constexpr bool kLoadsParts = false;
 
   static SELFATTN_INLINE Vec load(const T* p) { return *reinterpret_cast<const Unaligned*>(p); }
   static SELFATTN_INLINE void store(T* p, Vec v) { *reinterpret_cast<Unaligned*>(p) = v; }

@@ -44,18 +44,30 @@ struct StoredAsT : LoadedAsT<T> {
   using Element = T;
   static constexpr DType kDType = dtype_of<T>();
   static SELFATTN_INLINE typename Simd<T>::Vec load(const T* p) { return Simd<T>::load(p); }
+  static SELFATTN_INLINE typename Simd<T>::Vec load_part(const T* p, int64_t n) {
+    return Simd<T>::load_part(p, n);
+  }
+  static SELFATTN_INLINE void store(T* p, typename Simd<T>::Vec v) { Simd<T>::store(p, v); }
 };
 template <class T>
 struct StoredBFloat16 : LoadedAsT<T> {
   using Element = uint16_t;
   static constexpr DType kDType = DType::kBFloat16;
   static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_bfloat16(p); }
+  static SELFATTN_INLINE typename Simd<T>::Vec load_part(const uint16_t* p, int64_t n) {
+    return Simd<T>::load_bfloat16_part(p, n);
+  }
+  static SELFATTN_INLINE void store(uint16_t* p, typename Simd<T>::Vec v) { Simd<T>::store_bfloat16(p, v); }
 };
 template <class T>
 struct StoredFloat16 : LoadedAsT<T> {
   using Element = uint16_t;
   static constexpr DType kDType = DType::kFloat16;
   static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_float16(p); }
+  static SELFATTN_INLINE typename Simd<T>::Vec load_part(const uint16_t* p, int64_t n) {
+    return Simd<T>::load_float16_part(p, n);
+  }
+  static SELFATTN_INLINE void store(uint16_t* p, typename Simd<T>::Vec v) { Simd<T>::store_float16(p, v); }
 };
 
 template <class Stored>
@@ -116,6 +128,26 @@ struct FewQueryRows {
   }
 };
 
+// Evenly spaced rows of a tensor without pages; those a way ahead are prefetched, the ones after them, too.
+class EvenRows {
+ public:
+  // `step` is the distance of rows in bytes, `row_bytes` their length.
+  EvenRows(DType dtype, const void* first, int64_t count, int64_t step, int64_t row_bytes)
+      : dtype_(dtype),
+        first_(static_cast<const char*>(first)),
+        rows_{&first_, INT64_MAX, 0, count, step, 0},
+        soon_{&first_, INT64_MAX, rows_ahead(row_bytes), count, step, 0} {}
+  EvenRows(const EvenRows&) = delete;
+  EvenRows& operator=(const EvenRows&) = delete;
+
+  FewQueryRows rows() const { return {dtype_, rows_.keys, RowWalk(rows_), RowsAhead(RowWalk(soon_))}; }
+
+ private:
+  DType dtype_;
+  const char* first_;
+  RowSpan rows_, soon_;
+};
+
 // How a row of n elements falls into vectors: `whole` elements in whole ones, and a last one that is shifted
 // back to end with the row, so that nothing outside the row is read. Its lanes that repeat earlier elements
 // are not `fresh`. A row shorter than a vector is padded with zeros instead.
@@ -134,6 +166,7 @@ struct RowTail {
   SELFATTN_INLINE bool any() const { return whole < n; }
   SELFATTN_INLINE typename S::Vec load(const typename Stored::Element* row) const {
     if (n >= S::kWidth) return Stored::load(row + at);
+    if constexpr (S::kLoadsParts) return Stored::load_part(row, n);
     // load_row is not used: a call would take the accumulators out of their registers.
     T buffer[S::kWidth];
     SELFATTN_ROLL

@@ -82,15 +82,54 @@ int64_t padded_query(int64_t head_dim) {
   return round_up(head_dim, Stored::kElements);
 }
 
+// How a tile of kRows rows by kKeys keys becomes vectors of sums.
+template <class T, int kRows>
+struct FewQueryTile {
+  static constexpr int kSize = kFewQueryTile<T>, kKeys = kSize / kRows;
+  // Rows whose sums over lanes share a vector with one another.
+  static constexpr int kRowsOfGroup = kKeys < Simd<T>::kWidth ? Simd<T>::kWidth / kKeys : 1;
+  static constexpr int kGroups = kRows / kRowsOfGroup;
+};
+
+// Stores the scores of the first n keys of a tile. of_keys[g * kKeys + j] holds partial sums of key j, of the
+// rows of group g.
+template <class T, int kRows>
+SELFATTN_INLINE void store_scores(typename Simd<T>::Vec* of_keys, int64_t n, T* s, int64_t row_step,
+                                  int64_t key_step) {
+  using S = Simd<T>;
+  using Tile = FewQueryTile<T, kRows>;
+  T scores[Tile::kSize];
+  constexpr int kOfVector = S::kWidth / Tile::kRowsOfGroup;  // keys of a vector
+  SELFATTN_UNROLL
+  for (int i = 0; i < Tile::kGroups * Tile::kKeys; i += kOfVector) {
+    sum_lanes<T, kOfVector>(of_keys + i);
+    S::store(scores + i * Tile::kRowsOfGroup, of_keys[i]);
+  }
+  if (key_step == 1 && n == Tile::kKeys) {
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r)
+      memcpy(s + r * row_step, scores + r * Tile::kKeys, Tile::kKeys * sizeof(T));
+    return;
+  }
+  // This is seldom, and unrolled it was a third of the function.
+  SELFATTN_ROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_ROLL
+    for (int64_t j = 0; j < Tile::kKeys; ++j) {
+      if (j == n) break;
+      s[r * row_step + j * key_step] = scores[r * Tile::kKeys + j];
+    }
+  }
+}
+
 // Computes kRows rows of scores; see few_query_scores. kAtOnce keys share what is loaded of the queries.
 template <class T, int kRows, int kAtOnce, class Stored>
 void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
                           T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
   using Element = typename Stored::Element;
-  constexpr int kTile = kFewQueryTile<T>, kKeys = kTile / kRows;
-  // Rows whose sums over lanes share a vector with one another.
-  constexpr int kRowsOfGroup = kKeys < S::kWidth ? S::kWidth / kKeys : 1, kGroups = kRows / kRowsOfGroup;
+  using Tile = FewQueryTile<T, kRows>;
+  constexpr int kKeys = Tile::kKeys, kRowsOfGroup = Tile::kRowsOfGroup, kGroups = Tile::kGroups;
   const int64_t padded = padded_query<Stored>(head_dim), count = keys.count;
   const RowTail<T, Stored> tail(head_dim);
   RowWalk walk = keys.rows;
@@ -104,6 +143,14 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
     // quarter of the time of compiling, to save a store.
     typename S::Vec of_keys[kGroups * kKeys];
     for (int first = 0; first < kKeys; first += kAtOnce) {
+      if (first >= n) {  // with very few keys, products of none would be most of the work
+        SELFATTN_UNROLL
+        for (int g = 0; g < kGroups; ++g) {
+          SELFATTN_UNROLL
+          for (int j = 0; j < kAtOnce; ++j) of_keys[g * kKeys + first + j] = S::set(T(0));
+        }
+        continue;
+      }
       const Element *rows[kAtOnce], *soon[kAtOnce];
       SELFATTN_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {  // past the end the walk repeats the last key
@@ -125,27 +172,49 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
         }
       }
     }
-    T scores[kTile];
-    constexpr int kOfVector = S::kWidth / kRowsOfGroup;  // keys of a vector
-    SELFATTN_UNROLL
-    for (int i = 0; i < kGroups * kKeys; i += kOfVector) {
-      sum_lanes<T, kOfVector>(of_keys + i);
-      S::store(scores + i * kRowsOfGroup, of_keys[i]);
-    }
-    if (key_step == 1 && n == kKeys) {
+    store_scores<T, kRows>(of_keys, n, s + key * key_step, row_step, key_step);
+  }
+}
+
+// Computes the same for keys of at most a vector, or with kPart of less: the queries stay in registers, there
+// is nothing to sum up along a row, and several rows may lie in a line that is prefetched.
+template <class T, int kRows, bool kPart, class Stored>
+void few_query_narrow_score_rows(const typename Stored::Query* query, FewQueryRows keys, int64_t head_dim,
+                                 T* s, int64_t row_step, int64_t key_step) {
+  using S = Simd<T>;
+  using Tile = FewQueryTile<T, kRows>;
+  const RowTail<T, Stored> tail(head_dim);
+  decltype(Stored::load_query(nullptr)) q[kRows];
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) q[r] = Stored::load_query(query + r * Stored::kElements);
+  while (keys.count > 0) {
+    const FewQueryRows::Even some = keys.take_even(keys.count);
+    const RowRun run = some.rows;
+    const int64_t line_step = larger(some.soon.step, kLine), soon_bytes = Tile::kKeys * some.soon.step;
+    for (int64_t key = 0; key < run.rows; key += Tile::kKeys) {
+      const int64_t n = smaller(run.rows - key, Tile::kKeys);
+      const char* soon = some.soon.first + key * some.soon.step;
+      for (int64_t at = 0; at < soon_bytes; at += line_step) fetch_ahead(soon + at);
+      typename S::Vec sums[kRows][Tile::kKeys], of_keys[Tile::kGroups * Tile::kKeys];
       SELFATTN_UNROLL
-      for (int r = 0; r < kRows; ++r) memcpy(s + r * row_step + key, scores + r * kKeys, kKeys * sizeof(T));
-    } else {
-      // This is seldom, and unrolled it was a third of the function.
-      SELFATTN_ROLL
-      for (int r = 0; r < kRows; ++r) {
-        SELFATTN_ROLL
-        for (int64_t j = 0; j < kKeys; ++j) {
-          if (j == n) break;
-          s[r * row_step + (key + j) * key_step] = scores[r * kKeys + j];
+      for (int j = 0; j < Tile::kKeys; ++j) {  // past the end the last key is repeated
+        const char* at = run.first + (key + smaller(j, n - 1)) * run.step;
+        const auto* row = reinterpret_cast<const typename Stored::Element*>(at);
+        const auto k = kPart ? tail.load(row) : Stored::load(row);
+        SELFATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) sums[r][j] = Stored::multiply_add(k, q[r], S::set(T(0)));
+      }
+      SELFATTN_UNROLL
+      for (int g = 0; g < Tile::kGroups; ++g) {
+        SELFATTN_UNROLL
+        for (int j = 0; j < Tile::kKeys; ++j) {
+          sum_lanes<T, Tile::kRowsOfGroup, Tile::kKeys>(&sums[g * Tile::kRowsOfGroup][j]);
+          of_keys[g * Tile::kKeys + j] = sums[g * Tile::kRowsOfGroup][j];
         }
       }
+      store_scores<T, kRows>(of_keys, n, s + key * key_step, row_step, key_step);
     }
+    s += run.rows * key_step;
   }
 }
 
@@ -153,6 +222,18 @@ template <class T, int kRows, class Stored>
 void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
                           T* s, int64_t row_step, int64_t key_step) {
   constexpr int kKeys = kFewQueryTile<T> / kRows;
+  if constexpr (kRows <= 4) {
+    if (head_dim == Stored::kElements) {
+      return few_query_narrow_score_rows<T, kRows, false, Stored>(query, keys, head_dim, s, row_step,
+                                                                  key_step);
+    }
+    if constexpr (Simd<T>::kLoadsParts) {
+      if (head_dim < Stored::kElements && head_dim > 0) {
+        return few_query_narrow_score_rows<T, kRows, true, Stored>(query, keys, head_dim, s, row_step,
+                                                                   key_step);
+      }
+    }
+  }
   if constexpr (kKeys > 1 && kKeys <= 4) {
     if (keys.in_long_runs(head_dim * static_cast<int64_t>(sizeof(typename Stored::Element)))) {
       return few_query_score_rows<T, kRows, kKeys, Stored>(query, keys, head_dim, s, row_step, key_step);
@@ -209,6 +290,24 @@ SELFATTN_OUT_OF_LINE void few_query_scores(const T* query, int64_t rows, const F
   few_query_scores_as<T, StoredAsT<T>>(query, rows, keys, head_dim, s, row_step, key_step);
 }
 
+// Returns a single such product, <query, row>, with the same bits.
+template <class T>
+SELFATTN_OUT_OF_LINE T few_query_dot(const T* query, const T* row, int64_t columns) {
+  using S = Simd<T>;
+  const RowTail<T, StoredAsT<T>> tail(columns);
+  typename S::Vec sums[1][1];
+  few_query_dots<T, StoredAsT<T>, 1, 1>(query, 0, &row, &row, 1, tail, sums);
+  // The tree of sum_lanes.
+  SELFATTN_UNROLL
+  for (int i = 1; i < S::kWidth; i *= 2) {
+    sums[0][0] =
+        S::add(S::interleave_low(sums[0][0], sums[0][0]), S::interleave_high(sums[0][0], sums[0][0]));
+  }
+  T lanes[S::kWidth];
+  S::store(lanes, sums[0][0]);
+  return lanes[0];
+}
+
 // Computes the same as a block of a strip: s[key][query]. The other lanes of the vectors become 0, since
 // every later step passes over them as well.
 template <class T>
@@ -217,13 +316,9 @@ void few_query_score_block(const T* query, int64_t queries, const T* keys, int64
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t lane = queries; lane < round_up_to_vector<T>(queries); ++lane) s[j * ld + lane] = T(0);
   }
-  const char* const page = reinterpret_cast<const char*>(keys);
   const int64_t row_bytes = key_stride * static_cast<int64_t>(sizeof(T));
-  const RowSpan span{&page, INT64_MAX, 0, count, row_bytes, 0};
-  RowSpan soon = span;
-  soon.first = rows_ahead(row_bytes);
-  few_query_scores<T>(query, queries, {dtype_of<T>(), count, RowWalk(span), RowsAhead(RowWalk(soon))},
-                      head_dim, s, 1, ld);
+  const EvenRows rows(dtype_of<T>(), keys, count, row_bytes, row_bytes);
+  few_query_scores<T>(query, queries, rows.rows(), head_dim, s, 1, ld);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -20,8 +20,9 @@ inline void* element(void* data, DType dtype, int64_t index) {
   return static_cast<char*>(data) + index * size_of(dtype);
 }
 
-// load_row and store_row use these for less than a vector, and for types that no instruction converts. They
-// are out of line: every loop over rows would hold them, and they take ten times the code of the rest.
+// load_row and store_row use these for less than a vector, where the instruction set has no parts of vectors,
+// and for types that no instruction converts. They are out of line: every loop over rows would hold them, and
+// they take ten times the code of the rest.
 template <class T>
 __attribute__((noinline)) void load_elements(const void* data, DType dtype, int64_t n, T* buffer) {
   for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(data, dtype, i);
@@ -41,6 +42,12 @@ SELFATTN_INLINE typename Simd<T>::Vec load_row(const void* data, DType dtype, in
       if (dtype == DType::kBFloat16) return S::load_bfloat16(static_cast<const uint16_t*>(data));
       if (dtype == DType::kFloat16) return S::load_float16(static_cast<const uint16_t*>(data));
     }
+  } else if constexpr (S::kLoadsParts) {
+    if (dtype == dtype_of<T>()) return S::load_part(static_cast<const T*>(data), n);
+    if constexpr (sizeof(T) == 4) {
+      if (dtype == DType::kBFloat16) return S::load_bfloat16_part(static_cast<const uint16_t*>(data), n);
+      if (dtype == DType::kFloat16) return S::load_float16_part(static_cast<const uint16_t*>(data), n);
+    }
   }
   T buffer[S::kWidth] = {};
   load_elements<T>(data, dtype, smaller(n, S::kWidth), buffer);
@@ -55,6 +62,12 @@ SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd
     if constexpr (sizeof(T) == 4) {
       if (dtype == DType::kBFloat16) return S::store_bfloat16(static_cast<uint16_t*>(data), v);
       if (dtype == DType::kFloat16) return S::store_float16(static_cast<uint16_t*>(data), v);
+    }
+  } else if constexpr (S::kLoadsParts) {
+    if (dtype == dtype_of<T>()) return S::store_part(static_cast<T*>(data), n, v);
+    if constexpr (sizeof(T) == 4) {
+      if (dtype == DType::kBFloat16) return S::store_bfloat16_part(static_cast<uint16_t*>(data), n, v);
+      if (dtype == DType::kFloat16) return S::store_float16_part(static_cast<uint16_t*>(data), n, v);
     }
   }
   T buffer[S::kWidth];
@@ -271,8 +284,8 @@ Rows<T> rows_as(const RowSource& s, bool whole_vectors, T* buffer) {
 template <class T>
 bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
   using S = Simd<T>;
-  // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition. There are four sums, of four rows,
-  // since one would wait for its own latency.
+  // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition. There are four sums, of four rows
+  // or of four vectors of the last ones, since one would wait for its own latency.
   constexpr int kSums = 4;
   const auto zero = S::set(T(0));
   const int64_t whole = columns / S::kWidth * S::kWidth;
@@ -286,9 +299,13 @@ bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
     }
   }
   for (; row < rows; ++row) {
-    for (int64_t column = 0; column < whole; column += S::kWidth) {
-      sums[0] = S::fma(S::load(data + row * stride + column), zero, sums[0]);
+    const T* at = data + row * stride;
+    int64_t column = 0;
+    for (; column + kSums * S::kWidth <= whole; column += kSums * S::kWidth) {
+      SELFATTN_UNROLL
+      for (int i = 0; i < kSums; ++i) sums[i] = S::fma(S::load(at + column + i * S::kWidth), zero, sums[i]);
     }
+    for (; column < whole; column += S::kWidth) sums[0] = S::fma(S::load(at + column), zero, sums[0]);
   }
   T rest = 0;
   for (row = 0; whole < columns && row < rows; ++row) {
