@@ -1,7 +1,7 @@
 // The forward for very few queries, as in generating text. Its time is that of reading keys and values, so it
 // reads them once, in order, with every thread. An item is a chunk of the keys of one kv head, for all query
-// heads that read it; a second pass merges the chunks' softmax states. Chunks and result depend on the shape
-// only.
+// heads that read it; a second pass merges the chunks' softmax states. An only chunk needs no second pass.
+// Chunks and result depend on the shape only.
 #pragma once
 
 #include "../products/few_query_products.h"
@@ -25,14 +25,36 @@ inline int64_t most_decoded(const AttentionParams& p) {
   return options_of(p).within(kDecodeOptions) && scale_keeps_queries(p.scale) ? kFewQueries : 0;
 }
 
+// Divides a query's unnormalised output by the sum of its weights, and writes its results.
+template <class T>
+SELFATTN_OUT_OF_LINE void store_query(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch,
+                                      int64_t head, int64_t query, T row_max, T row_sum, const T* out) {
+  using S = Simd<T>;
+  const int64_t row = p.row(batch, head, query);
+  static_cast<T*>(outputs.row_max)[row] = row_max;
+  static_cast<T*>(outputs.row_sum)[row] = row_sum;
+  const auto scale = S::set(row_sum == T(0) ? T(0) : T(1) / row_sum);
+  const int64_t at = outputs.out.offset(batch, head, query);
+  auto zero = S::set(T(0));  // NaN as soon as a result is not finite
+  for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
+    const auto result = S::mul(S::load(out + e), scale);
+    zero = S::fma(result, S::set(T(0)), zero);
+    store_with_residual<T>(outputs.out.data, outputs.out_residual, p.dtype, at + e, p.value_dim - e, result);
+  }
+  T lanes[S::kWidth];
+  S::store(lanes, zero);
+  if (!all_finite(lanes, 0, 1, S::kWidth)) mend_overflow<T>(p, outputs, batch, head, query, 1);
+}
+
 template <class P>
 struct DecodeTask {
   using T = Scalar<P>;
   using Products = FewQueryProducts<P>;
   const AttentionParams& p;
+  const ForwardOutputs& outputs;
   int64_t group, chunks;
   int64_t item_heads, item_chunks;
-  // States of the chunks, [batch * heads][chunks][queries]; those of `out` have [padded value_dim] more.
+  // States of several chunks, [batch * heads][chunks][queries]; those of `out` have [padded value_dim] more.
   T *row_max, *row_sum, *out;
   int64_t queries_size, out_stride;  // sizes of a kv head's queries and of an output row
   int64_t sums_stride;               // in whole vectors, also those of pairs
@@ -40,7 +62,10 @@ struct DecodeTask {
   static int64_t chunks_of(const AttentionParams& p) {
     return p.keys > 0 ? divide_up(p.keys, kDecodeChunk) : 1;
   }
-  static int64_t states_of(const AttentionParams& p) { return p.batch * p.heads * chunks_of(p) * p.queries; }
+  static int64_t states_of(const AttentionParams& p) {
+    const int64_t chunks = chunks_of(p);
+    return chunks == 1 ? 0 : p.batch * p.heads * chunks * p.queries;
+  }
   static int64_t state_bytes(const AttentionParams& p) {
     return 2 * Arena::bytes_for<T>(states_of(p)) +
            Arena::bytes_for<T>(states_of(p) * round_up_to_vector<T>(p.value_dim));
@@ -48,8 +73,9 @@ struct DecodeTask {
   static DecodeItem item_of(const AttentionParams& p, int64_t all_chunks, int threads) {
     return DecodeItem::of(p, head_step(p, Products::kStepKeys), all_chunks, threads);
   }
-  DecodeTask(const AttentionParams& params, DecodeItem item, Arena& states)
+  DecodeTask(const AttentionParams& params, const ForwardOutputs& results, DecodeItem item, Arena& states)
       : p(params),
+        outputs(results),
         group(p.heads / p.kv_heads),
         chunks(chunks_of(p)),
         item_heads(item.heads),
@@ -116,6 +142,13 @@ struct DecodeTask {
       add_chunk(keys, chunk, s, false);
       // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
       if (!all_finite(s.out, out_stride, rows(), p.value_dim)) add_chunk(keys, chunk, s, true);
+      if (chunks == 1) {
+        for (int64_t r = 0; r < rows(); ++r) {
+          store_query<T>(p, outputs, batch, kv_head * group + r / p.queries, r % p.queries, s.row_max[r],
+                         s.row_sum[r], s.out + r * out_stride);
+        }
+        return;
+      }
       for (int64_t i = 0; i < item_heads * group; ++i) {
         const int64_t from = i * p.queries, to = state(batch, kv_head * group + i, chunk);
         memcpy(row_max + to, s.row_max + from, static_cast<size_t>(p.queries) * sizeof(T));
@@ -193,10 +226,17 @@ struct DecodeTask {
                leave_hidden_out ? s.visible : nullptr);
   }
 
+  // With so few keys a prefetch comes too late to help, and where it is to begin takes longer to find out
+  // than the product itself.
+  static constexpr int64_t kFewKeys = 32;
+
   // Calls product(rows, head, first) for the rows of every head, with several heads a step at a time.
   // Meanwhile it prefetches the rows that follow, and then those of `next`.
   template <class Product>
   void for_each_step(const RowSpan& all, const RowSpan& next, int64_t row_bytes, Product product) const {
+    if (item_heads == 1 && all.keys < kFewKeys) {
+      return product(FewQueryRows{p.dtype, all.keys, RowWalk(all), RowsAhead(RowWalk(all))}, 0, 0);
+    }
     if (item_heads == 1) {
       RowWalk soon(all, &next);
       soon.skip(rows_ahead(row_bytes));
@@ -260,63 +300,51 @@ struct DecodeTask {
 template <class P>
 struct DecodeMerge {
   using T = Scalar<P>;
-  const DecodeTask<P>& chunks;
-  const ForwardOutputs& outputs;
+  const DecodeTask<P>& task;
 
-  int64_t items() const { return chunks.p.batch * chunks.p.heads; }
+  int64_t items() const { return task.chunks == 1 ? 0 : task.p.batch * task.p.heads; }
 
   struct Parts {
-    T* factor;  // [chunks] padded, of one query
+    T *factor, *out;  // [chunks], [out_stride] of one query, padded
 
     SELFATTN_OUT_OF_LINE void allocate(const DecodeMerge& merge, Arena& arena) {
-      factor = arena.take<T>(round_up_to_vector<T>(merge.chunks.chunks));
+      factor = arena.take<T>(round_up_to_vector<T>(merge.task.chunks));
+      out = arena.take<T>(merge.task.out_stride);
     }
   };
   using Scratch = WorkerScratch<Parts, Session<T>>;
 
   void operator()(int64_t head_index, Scratch& scratch) const {
     using S = Simd<T>;
-    const AttentionParams& p = chunks.p;
+    const AttentionParams& p = task.p;
     const T nothing = -std::numeric_limits<T>::infinity();
-    const int64_t batch = head_index / p.heads, head = head_index % p.heads;
+    const int64_t batch = head_index / p.heads, head = head_index % p.heads, chunks = task.chunks;
     for (int64_t query = 0; query < p.queries; ++query) {
       T most = nothing;
-      for (int64_t c = 0; c < chunks.chunks; ++c) {
-        const T x = chunks.row_max[chunks.state(batch, head, c) + query];
+      for (int64_t c = 0; c < chunks; ++c) {
+        const T x = task.row_max[task.state(batch, head, c) + query];
         most = x > most ? x : most;
       }
       const T shift = most == nothing ? T(0) : most;
-      for (int64_t c = 0; c < round_up_to_vector<T>(chunks.chunks); ++c) {
-        scratch.factor[c] =
-            c < chunks.chunks ? chunks.row_max[chunks.state(batch, head, c) + query] - shift : T(0);
+      for (int64_t c = 0; c < round_up_to_vector<T>(chunks); ++c) {
+        scratch.factor[c] = c < chunks ? task.row_max[task.state(batch, head, c) + query] - shift : T(0);
       }
-      for (int64_t c = 0; c < chunks.chunks; c += S::kWidth) {
+      for (int64_t c = 0; c < chunks; c += S::kWidth) {
         S::store(scratch.factor + c, exp_nonpositive<T>(S::load(scratch.factor + c)));
       }
       T sum = 0;
-      for (int64_t c = 0; c < chunks.chunks; ++c) {
-        sum += scratch.factor[c] * chunks.row_sum[chunks.state(batch, head, c) + query];
+      for (int64_t c = 0; c < chunks; ++c) {
+        sum += scratch.factor[c] * task.row_sum[task.state(batch, head, c) + query];
       }
-      const int64_t row = p.row(batch, head, query);
-      static_cast<T*>(outputs.row_max)[row] = most;
-      static_cast<T*>(outputs.row_sum)[row] = sum;
-      const auto scale = S::set(sum == T(0) ? T(0) : T(1) / sum);
-      const int64_t at = outputs.out.offset(batch, head, query);
-      auto zero = S::set(T(0));  // NaN as soon as a result is not finite
       for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
         auto total = S::set(T(0));
-        for (int64_t c = 0; c < chunks.chunks; ++c) {
-          const T* rows = chunks.out + (chunks.state(batch, head, c) + query) * chunks.out_stride;
+        for (int64_t c = 0; c < chunks; ++c) {
+          const T* rows = task.out + (task.state(batch, head, c) + query) * task.out_stride;
           total = S::fma(S::set(scratch.factor[c]), S::load(rows + e), total);
         }
-        const auto result = S::mul(total, scale);
-        zero = S::fma(result, S::set(T(0)), zero);
-        store_with_residual<T>(outputs.out.data, outputs.out_residual, p.dtype, at + e, p.value_dim - e,
-                               result);
+        S::store(scratch.out + e, total);
       }
-      T lanes[S::kWidth];
-      S::store(lanes, zero);
-      if (!all_finite(lanes, 0, 1, S::kWidth)) mend_overflow<T>(p, outputs, batch, head, query, 1);
+      store_query<T>(p, task.outputs, batch, head, query, most, sum, scratch.out);
     }
   }
 };
@@ -325,9 +353,9 @@ template <class P>
 void decode(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   Arena arena(DecodeTask<P>::state_bytes(p));
   const int64_t chunks = p.batch * DecodeTask<P>::chunks_of(p);
-  const DecodeTask<P> task(p, DecodeTask<P>::item_of(p, chunks, pool.threads), arena);
+  const DecodeTask<P> task(p, outputs, DecodeTask<P>::item_of(p, chunks, pool.threads), arena);
   for_each_item(pool, task.items(), task, Items::kIndependent);
-  const DecodeMerge<P> merge{task, outputs};
+  const DecodeMerge<P> merge{task};
   for_each_item(pool, merge.items(), merge, Items::kIndependent);
 }
 
@@ -347,8 +375,9 @@ void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, c
   tasks.reserve(calls.size());
   merges.reserve(calls.size());
   for (const auto& call : calls) {
-    tasks.emplace_back(call.params, DecodeTask<P>::item_of(call.params, chunks, pool.threads), arena);
-    merges.push_back({tasks.back(), call.results});
+    tasks.emplace_back(call.params, call.results, DecodeTask<P>::item_of(call.params, chunks, pool.threads),
+                       arena);
+    merges.push_back({tasks.back()});
   }
   const JointTask<DecodeTask<P>> joint(tasks);
   for_each_item(pool, joint.items(), joint, Items::kIndependent);

@@ -65,6 +65,15 @@ bool load_mask_row(const AttentionParams& p, const DecodeRow& row, int64_t key, 
   return S::any(S::less(hidden, seen));
 }
 
+// Returns the distances of a query from a vector of keys; `first` is that from the first one, with its sign.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec distances(int64_t first) {
+  using S = Simd<T>;
+  T numbers[S::kWidth];
+  for (int i = 0; i < S::kWidth; ++i) numbers[i] = static_cast<T>(first - i);
+  return S::abs(S::load(numbers));
+}
+
 // Turns the row's dot products with a block of keys into its final scores, -inf where hidden and, up to a
 // whole vector, past the last key. `bias` is the row's mask, nullptr if there is none.
 template <class T>
@@ -88,12 +97,7 @@ void finish_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int
   for (int64_t j = 0; j < padded; j += S::kWidth) {
     auto x = S::load(s + j);
     if (capped) x = S::mul(cap, tanh<T>(S::mul(x, inverse_cap)));
-    if (sloped) {
-      for (int i = 0; i < S::kWidth; ++i) {
-        numbers[i] = static_cast<T>(row.query + p.query_offset - key - j - i);
-      }
-      x = S::sub(x, S::mul(slope, S::abs(S::load(numbers))));
-    }
+    if (sloped) x = S::sub(x, S::mul(slope, distances<T>(row.query + p.query_offset - key - j)));
     if (bias != nullptr) {
       const auto b = S::load(bias + j);
       x = S::select(S::equal(b, hidden), hidden, S::add(x, b));
