@@ -7,6 +7,7 @@
 #pragma once
 
 #include "backward_scratch.h"
+#include "few_query_backward.h"
 #include "mask_gradient.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -335,15 +336,12 @@ class BackwardTask {
     s.query_sums.publish(p, a, item.batch, head, first, count, item.is_first(), last, grad_query_t);
   }
 
-  // d(sink) of a row is -P(sink) * delta. It takes the library's exp, because the vectors' exp makes small
-  // weights 0.
   void sink_gradients(const GradientStrip<P>& strip) const {
     if (a.grad_sinks_rows == nullptr) return;
     const T sink = head_scalar<T>(p.sinks, strip.batch, strip.head);
     T* rows = static_cast<T*>(a.grad_sinks_rows) + strip.row(p);
     for (int64_t lane = 0; lane < strip.count; ++lane) {
-      const T probability = std::exp(sink - strip.row_max[lane]) * strip.inverse_sum[lane];
-      rows[lane] = probability == T(0) ? T(0) : -probability * strip.delta[lane];
+      rows[lane] = sink_gradient(sink, strip.row_max[lane], strip.inverse_sum[lane], strip.delta[lane]);
     }
   }
 };
@@ -375,6 +373,28 @@ void backward_pass(const AttentionParams& p, const BackwardArguments& a, const T
   const BackwardTask<P> task(p, a);
   for_each_item(pool, task.items(), task, task.item_kind());
   if (a.grad_mask.data != nullptr && !MaskSum<P>::takes(a)) mask_gradient<P>(p, a, pool);
+}
+
+// The backward in T itself, of few queries and of many. Strips go first, because the pass of a mask that
+// elements share adds to what others have stored.
+template <class T>
+void direct_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  const int64_t few = most_few_queries(p);
+  if (p.sequences.any()) {
+    AttentionParams some = p;
+    some.sequences.least_queries = larger(p.sequences.least_queries, few + 1);
+    backward_sequences<T>(some, a, pool);
+    some.sequences = p.sequences;
+    some.sequences.most_queries = smaller(p.sequences.most_queries, few);
+    const auto calls = element_calls(some, a, 0, few);
+    few_query_backward<T>(calls, pool);
+    if (a.grad_mask.data != nullptr) mask_gradient<T>(some, a, calls, pool);
+  } else if (p.queries <= few) {
+    few_query_backward<T>(p, a, pool);
+    if (a.grad_mask.data != nullptr) mask_gradient<T>(p, a, pool);
+  } else {
+    backward_pass<T>(p, a, pool);
+  }
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -27,7 +27,7 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.forward = by_type<forward_pass<double>, forward_pass<float>>;
   kernel.weights = by_type<weights_pass<double>, weights_pass<float>>;
   kernel.backward_workspace = by_type<backward_workspace<double>, backward_workspace<float>>;
-  kernel.backward = by_type<backward_pass<double>, backward_pass<float>>;
+  kernel.backward = by_type<direct_backward<double>, direct_backward<float>>;
   kernel.captured_gradients = by_type<captured_gradients<double>, captured_gradients<float>>;
   kernel.jvp = by_type<jvp_pass<double>, jvp_pass<float>>;
   kernel.backward_backward_workspace =

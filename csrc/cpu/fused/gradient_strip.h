@@ -137,6 +137,14 @@ SELFATTN_INLINE typename Simd<T>::Vec score_gradient(typename Simd<T>::Vec weigh
   return S::select(S::equal(weight, zero), zero, S::mul(weight, S::sub(grad, delta)));
 }
 
+// Returns d(sink) of a row: -P(sink) * delta. It takes the library's exp, because the vectors' exp makes
+// small weights 0.
+template <class T>
+T sink_gradient(T sink, T row_max, T inverse_sum, T delta) {
+  const T probability = std::exp(sink - row_max) * inverse_sum;
+  return probability == T(0) ? T(0) : -probability * delta;
+}
+
 // Turns dS of capped scores into dS of the scores before the cap: times 1 - tanh^2.
 template <class P>
 void apply_softcap_gradient(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* capped,
