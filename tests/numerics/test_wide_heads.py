@@ -19,7 +19,7 @@ from selfattn_ext import attention_scores, reference
 PLAIN = [kernel for kernel in KERNELS if kernel != "fused-amx"]
 HEAD_DIMS = (64, 128, 192, 320, 1000)
 #: Numbers of queries: decoding, and strips of one vector of queries, full or not, and of several.
-LENGTHS = (1, 4, 5, 29)
+LENGTHS = (1, 4, 5, 9, 29)
 KEYS = 24
 
 

@@ -379,7 +379,7 @@ void backward_pass(const AttentionParams& p, const BackwardArguments& a, const T
 // elements share adds to what others have stored.
 template <class T>
 void direct_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  const int64_t few = most_few_queries(p);
+  const int64_t few = most_in_backward(p);
   if (p.sequences.any()) {
     AttentionParams some = p;
     some.sequences.least_queries = larger(p.sequences.least_queries, few + 1);

@@ -25,8 +25,9 @@ constexpr OptionSet kFewQueryBackwardOptions = {
 // Returns the most queries of a call, or of an element of its batch, that is computed here; -1 if none is.
 // The queries are multiplied by the scale. What gradients are wanted plays no part, as it must not change a
 // bit.
-inline int64_t most_few_queries(const AttentionParams& p) {
-  return options_of(p).within(kFewQueryBackwardOptions) && scale_keeps_queries(p.scale) ? kFewQueries : -1;
+inline int64_t most_in_backward(const AttentionParams& p) {
+  return options_of(p).within(kFewQueryBackwardOptions) && scale_keeps_queries(p.scale) ? most_few_queries(p)
+                                                                                        : -1;
 }
 
 template <class T>
@@ -96,9 +97,7 @@ struct FewQueryBackwardTask {
   };
 
   void operator()(int64_t number, Scratch& s) const {
-    // The memory is laid out for each item anew, as another task may have fewer rows of more columns.
-    s.arena.reset();
-    s.allocate(*this, s.arena);
+    s.lay_out(*this);
     const int64_t head = number / chunks, chunk = number % chunks;
     const Item item{head / p.kv_heads, head % p.kv_heads, chunk, chunk * kChunk,
                     smaller((chunk + 1) * kChunk, p.keys)};

@@ -46,7 +46,7 @@ struct QueryStrip {
     count = queries;
     vecs = divide_up(queries, Simd<T>::kWidth);
     keys = shown_keys(p, batch, head, first, first + count - 1);
-    few_queries = kDirect<P> && p.queries <= kFewQueries && !p.batch_invariant;
+    few_queries = kDirect<P> && p.queries <= most_few_queries(p) && !p.batch_invariant;
     const RowSource rows = source(p, p.query, p.head_dim);
     rest_of_scale = T(1);
     T in_query = static_cast<T>(p.scale);

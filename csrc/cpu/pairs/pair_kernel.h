@@ -15,15 +15,15 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // will do.
 struct GainingCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
-    constexpr int64_t kByPieces[] = {kFewQueries + 1, 17, 129};  // measured: docs/performance-lessons.md
+    constexpr int64_t kByPieces[] = {0, 17, 129};  // measured: docs/performance-lessons.md
     if (!multiplies_pairs(p)) return kAnyQueries;
-    return p.batch_invariant ? 0 : kByPieces[Pairs::pieces(p) - 1];
+    return p.batch_invariant ? 0 : larger(most_few_queries(p) + 1, kByPieces[Pairs::pieces(p) - 1]);
   }
 };
 struct AllCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
     if (!multiplies_pairs(p)) return kAnyQueries;
-    return p.batch_invariant ? 0 : kFewQueries + 1;
+    return p.batch_invariant ? 0 : most_few_queries(p) + 1;
   }
 };
 

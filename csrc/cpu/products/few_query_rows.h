@@ -13,8 +13,18 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// With up to this many queries, a dot product per query beats a vector of mostly empty lanes.
-constexpr int64_t kFewQueries = 4;
+// Returns how many queries are few: up to so many, a dot product per query beats a vector of lanes of which
+// half are empty. Rows that are short take longer to sum up over their lanes than to multiply. The head dim
+// alone tells, as passes without values must agree with the forward.
+template <class T>
+int64_t most_few_queries(int64_t head_dim) {
+  constexpr int64_t kWidth = Simd<T>::kWidth, kFew = 4;
+  return kWidth / 2 > kFew && head_dim >= 3 * kWidth ? kWidth / 2 : kFew;
+}
+inline int64_t most_few_queries(const AttentionParams& p) {
+  return p.dtype == DType::kFloat64 ? most_few_queries<double>(p.head_dim)
+                                    : most_few_queries<float>(p.head_dim);
+}
 
 // Whether queries may be multiplied by the scale: beyond these bounds a query could overflow or vanish where
 // its scores do not.
