@@ -22,7 +22,7 @@ constexpr OptionSet kDecodeOptions = {Option::kMask,        Option::kOwnMasks,  
 // Returns the most queries with which a call, or an element of its batch, is decoded. Decoding multiplies the
 // queries by the scale.
 inline int64_t most_decoded(const AttentionParams& p) {
-  return options_of(p).within(kDecodeOptions) && scale_keeps_queries(p.scale) ? kFewQueries : 0;
+  return options_of(p).within(kDecodeOptions) && scale_keeps_queries(p.scale) ? most_few_queries(p) : 0;
 }
 
 // Divides a query's unnormalised output by the sum of its weights, and writes its results.
@@ -54,6 +54,7 @@ struct DecodeTask {
   const ForwardOutputs& outputs;
   int64_t group, chunks;
   int64_t item_heads, item_chunks;
+  int64_t parts, runs;  // of the heads, and of the chunks
   // States of several chunks, [batch * heads][chunks][queries]; those of `out` have [padded value_dim] more.
   T *row_max, *row_sum, *out;
   int64_t queries_size, out_stride;  // sizes of a kv head's queries and of an output row
@@ -80,6 +81,8 @@ struct DecodeTask {
         chunks(chunks_of(p)),
         item_heads(item.heads),
         item_chunks(smaller(item.chunks, chunks)),
+        parts(p.kv_heads / item_heads),
+        runs(divide_up(chunks, item_chunks)),
         row_max(states.take<T>(states_of(p))),
         row_sum(states.take<T>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
@@ -90,8 +93,7 @@ struct DecodeTask {
   int64_t state(int64_t batch, int64_t head, int64_t chunk) const {
     return ((batch * p.heads + head) * chunks + chunk) * p.queries;
   }
-  int64_t runs() const { return divide_up(chunks, item_chunks); }  // runs of chunks
-  int64_t items() const { return p.batch * (p.kv_heads / item_heads) * runs(); }
+  int64_t items() const { return p.batch * parts * runs; }
 
   // Rows are the queries of all heads that read the item's kv heads, head after head.
   int64_t rows_per_kv_head() const { return group * p.queries; }
@@ -122,15 +124,12 @@ struct DecodeTask {
   using Scratch = WorkerScratch<Parts, typename Products::Session>;
 
   void operator()(int64_t item, Scratch& s) const {
-    // The memory is laid out for each item anew, as another task may have fewer rows and more pages.
-    s.arena.reset();
-    s.allocate(*this, s.arena);
+    s.lay_out(*this);
     // Items follow the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads
     // share pages.
-    const int64_t parts = p.kv_heads / item_heads;
-    const int64_t batch = item / (parts * runs()), in_batch = item % (parts * runs());
-    const int64_t run_of_chunks = heads_inside(p) ? in_batch / parts : in_batch % runs();
-    const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / runs()) * item_heads;
+    const int64_t batch = item / (parts * runs), in_batch = item % (parts * runs);
+    const int64_t run_of_chunks = heads_inside(p) ? in_batch / parts : in_batch % runs;
+    const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / runs) * item_heads;
     for (int64_t i = 0; i < item_heads; ++i) {
       Products::load_queries(p, batch, (kv_head + i) * group, s.query + i * queries_size);
     }
@@ -226,16 +225,17 @@ struct DecodeTask {
                leave_hidden_out ? s.visible : nullptr);
   }
 
-  // With so few keys a prefetch comes too late to help, and where it is to begin takes longer to find out
-  // than the product itself.
-  static constexpr int64_t kFewKeys = 32;
-
   // Calls product(rows, head, first) for the rows of every head, with several heads a step at a time.
   // Meanwhile it prefetches the rows that follow, and then those of `next`.
   template <class Product>
   void for_each_step(const RowSpan& all, const RowSpan& next, int64_t row_bytes, Product product) const {
-    if (item_heads == 1 && all.keys < kFewKeys) {
-      return product(FewQueryRows{p.dtype, all.keys, RowWalk(all), RowsAhead(RowWalk(all))}, 0, 0);
+    if (all.keys <= kVeryFewKeys) {
+      const RowWalk rows(all);
+      for (int64_t i = 0; i < item_heads; ++i) {
+        const RowWalk of_head = rows.of_head(i);
+        product(FewQueryRows{p.dtype, all.keys, of_head, RowsAhead(of_head)}, i, 0);
+      }
+      return;
     }
     if (item_heads == 1) {
       RowWalk soon(all, &next);
@@ -248,13 +248,14 @@ struct DecodeTask {
     RowWalk rows(all), soon(all, &next), soon_of_all(of_all, &next_of_all);
     soon.skip(step);
     soon_of_all.skip(step * item_heads);
+    // Where other heads lie between those of the item, the next rows in the order of memory are two or three.
+    const bool in_order = heads_inside(p) && all.key_step == item_heads * all.head_step;
     for (int64_t first = 0; first < all.keys; first += step) {
       const int64_t count = smaller(all.keys - first, step);
       for (int64_t i = 0; i < item_heads; ++i) {
         const RowWalk of_head = rows.of_head(i);
-        product(
-            FewQueryRows{p.dtype, count, of_head, RowsAhead(heads_inside(p) ? soon_of_all : soon.of_head(i))},
-            i, first);
+        product(FewQueryRows{p.dtype, count, of_head, RowsAhead(in_order ? soon_of_all : soon.of_head(i))}, i,
+                first);
         soon_of_all.skip(count);
       }
       rows.skip(count);

@@ -14,7 +14,12 @@ constexpr int64_t kDecodeBlock = 512;
 // a step of keys for one head after the other, and meanwhile prefetches the next step. Rows are scattered in
 //  - caches whose heads lie inside, (batch, keys, heads, dim) in memory;
 //  - small pages: a step is then one page, in which all heads lie side by side, or several pages.
+// It takes several heads, too, if they have very few keys, as an item's own cost would show.
 inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.key.stride[2]; }
+
+// With so few keys a prefetch comes too late to help, and where it is to begin takes longer to find out than
+// the products themselves.
+constexpr int64_t kVeryFewKeys = 32;
 
 // Returns the keys of a step, a multiple of `unit`; 0 if heads are as fast one by one.
 inline int64_t head_step(const AttentionParams& p, int64_t unit) {
@@ -26,8 +31,14 @@ inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   constexpr int64_t kLeastKeys = 32;  // with fewer, a step's own cost shows
   constexpr int64_t kFewHeads = 4;    // with fewer, a page of all heads is not much longer than that of one,
   constexpr int64_t kLongCachePage = 32768;  // unless it has as many bytes
+  // The bytes of a step of all heads, if heads lie inside and their rows are so short that more keys fit.
+  constexpr int64_t kInsideBytes = 32768, kMostInside = 256;
   const int64_t row = p.head_dim * size_of(p.dtype);
-  if (heads_inside(p)) return row <= kShortRow ? kKeysInside : 0;
+  if (p.keys <= kVeryFewKeys) return kVeryFewKeys;
+  if (heads_inside(p)) {
+    const int64_t fitting = row > 0 ? kInsideBytes / (p.kv_heads * row) : kMostInside;
+    return row <= kShortRow ? limited(fitting / 32 * 32, kKeysInside, kMostInside) : 0;
+  }
   if (p.pages.table == nullptr || p.kv_heads == 1) return 0;
   if (p.kv_heads < kFewHeads && p.kv_heads * p.pages.size * row < kLongCachePage) return 0;
   int64_t step = p.pages.size;
@@ -43,11 +54,13 @@ struct DecodeItem {
 
   // `step` is head_step; `all_chunks` counts those of all sequences, for one kv head.
   static DecodeItem of(const AttentionParams& p, int64_t step, int64_t all_chunks, int threads) {
-    constexpr int64_t kMostRows = 64;   // the scores of so many stay in the level-2 cache
+    // The scores of so many rows stay in the level-2 cache, or in the level-1 cache.
+    const int64_t most_rows = p.keys > kVeryFewKeys ? 64 : 16;
     constexpr int64_t kMostChunks = 8;  // with so many, the pause between two items hardly shows
-    const int64_t least_items = 4 * threads, rows_per_head = p.heads / p.kv_heads * p.queries;
+    const int64_t least_items = threads > 1 ? 4 * threads : 1,
+                  rows_per_head = p.heads / p.kv_heads * p.queries;
     DecodeItem item{step == 0 ? 1 : p.kv_heads, 1};
-    while (item.heads > 1 && (p.kv_heads % item.heads != 0 || item.heads * rows_per_head > kMostRows ||
+    while (item.heads > 1 && (p.kv_heads % item.heads != 0 || item.heads * rows_per_head > most_rows ||
                               p.kv_heads / item.heads * all_chunks < least_items)) {
       --item.heads;
     }

@@ -66,6 +66,18 @@ struct WorkerScratch : Parts {
   explicit WorkerScratch(const Task& task) : arena(bytes(task)) {
     Parts::allocate(task, arena);
   }
+  // Lays the memory out for a task's item, unless the last item was the same task's: of several tasks none
+  // may need the most of every part.
+  template <class Task>
+  void lay_out(const Task& task) {
+    if (laid_out == &task) return;
+    arena.reset();
+    Parts::allocate(task, arena);
+    laid_out = &task;
+  }
+
+ private:
+  const void* laid_out = nullptr;
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA
