@@ -288,10 +288,9 @@ struct FewQueryBackwardMerge {
     using S = Simd<T>;
     const AttentionParams& p = task.p;
     const int64_t batch = item / p.heads, head = item % p.heads;
-    T *const sums = task.chunk_sums + task.sum(batch, head, 0) * task.query_stride, *const slopes =
-                                                                                        task.chunk_slopes +
-                                                                                        task.sum(batch, head,
-                                                                                                 0);
+    const int64_t first = task.sum(batch, head, 0);
+    T* const sums = task.chunk_sums + first * task.query_stride;
+    T* const slopes = task.chunk_slopes + first;
     const int64_t size = p.queries * task.query_stride;
     for (int64_t c = 1; c < task.chunks; ++c) {
       for (int64_t i = 0; i < size; i += S::kWidth) {
