@@ -1,7 +1,8 @@
-// The gradient of a float mask whose type is not that of the sums, in a separate pass. It is dS summed over
-// the dimensions along which the mask was broadcast, and rounded once. The pass computes dS again: tasks own
-// parts of the result and gather everything that falls on them, so there are neither races nor a full-size
-// temporary, and the order of each sum is fixed. Other masks get their gradients in the backward: mask_sum.h.
+// The gradient of a float mask in a separate pass, if its type is not that of the sums or the queries are
+// few. It is dS summed over the dimensions along which the mask was broadcast, and rounded once. The pass
+// computes dS again: tasks own parts of the result and gather everything that falls on them, so there are
+// neither races nor a full-size temporary, and the order of each sum is fixed. Other masks get their
+// gradients in the backward: mask_sum.h.
 #pragma once
 
 #include "gradient_strip.h"
@@ -152,8 +153,11 @@ struct MaskGradientTask {
     const auto at = [&](int64_t query, int64_t j) {
       return g.offset(batch, head, query) + key_at + j * g.stride[3];
     };
-    // Another kernel has computed the elements with more queries, and stored their sum.
-    const bool adds = elements != nullptr && p.sequences.most_queries != kAnyQueries;
+    // Another kernel has computed the elements with more queries, and stored their sum. A gradient of the
+    // sums' own type is zeros on entry, and the passes that gather it (mask_sum.h) add to it.
+    constexpr bool kZeros = std::is_same<Arguments, BackwardArguments>::value;
+    const bool adds = (elements != nullptr && p.sequences.most_queries != kAnyQueries) ||
+                      (kZeros && g.dtype == dtype_of<T>());
     for (int64_t j = 0; adds && j < rows; ++j) {
       for (int64_t query = queries.first; query < (kept(2) ? queries.end : 1); ++query) {
         s.sum[j * kLanes<P> + query - queries.first] += load_element<T>(g.data, g.dtype, at(query, j));
