@@ -20,7 +20,7 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t);
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t);
-// What a basic operator takes beside tensors: nothing, nothing while it has the causal rule, or everything.
+// A basic operator takes nothing beside tensors, nothing and has the causal rule, or takes everything.
 enum class Basic { kAlone, kCausal, kMasked };
 template <Basic kKind>
 void basic_attention(StableIValue* values, uint64_t, uint64_t);

@@ -17,7 +17,7 @@ struct FewQueryOuter {
   int64_t count, stride;
 };
 
-// Where the results go: rows of `columns` neighbouring elements.
+// The results go to rows of `columns` neighbouring elements.
 struct OuterResult {
   void* first;
   DType dtype;
