@@ -74,8 +74,8 @@ struct Sequences {
   // [batch], on the host, as only element_of() and launch_of() read it. If it is given, elements have masks
   // of their own, and the view of the mask (of its gradient) is that of a buffer of one dimension.
   const OwnMask* own_masks = nullptr;
-  // Elements with fewer or more queries are left to another kernel.
-  int64_t least_queries = 0;
+  // Elements with fewer or more queries, or with fewer keys, are left to another kernel.
+  int64_t least_queries = 0, least_keys = 0;
   int64_t most_queries = INT64_MAX;
 
   SELFATTN_HOST_DEVICE bool any() const {

@@ -12,8 +12,9 @@ std::vector<int64_t> elements_by_work(const AttentionParams& p, int64_t least, i
   std::vector<Element> elements;
   elements.reserve(static_cast<size_t>(p.batch));
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t queries = queries_of(p, b).count;
-    if (queries >= least && queries <= most) elements.push_back({b, queries * keys_of(p, b).count});
+    const int64_t queries = queries_of(p, b).count, keys = keys_of(p, b).count;
+    if (keys < p.sequences.least_keys) continue;
+    if (queries >= least && queries <= most) elements.push_back({b, queries * keys});
   }
   const auto more_work = [](const Element& a, const Element& b) {
     return a.work != b.work ? a.work > b.work : a.number < b.number;

@@ -6,8 +6,7 @@
 
 #include "../products/few_query_products.h"
 #include "decode_item.h"
-#include "decode_rows.h"
-#include "overflow.h"
+#include "few_keys.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -23,27 +22,6 @@ constexpr OptionSet kDecodeOptions = {Option::kMask,        Option::kOwnMasks,  
 // queries by the scale.
 inline int64_t most_decoded(const AttentionParams& p) {
   return options_of(p).within(kDecodeOptions) && scale_keeps_queries(p.scale) ? most_few_queries(p) : 0;
-}
-
-// Divides a query's unnormalised output by the sum of its weights, and writes its results.
-template <class T>
-SELFATTN_OUT_OF_LINE void store_query(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch,
-                                      int64_t head, int64_t query, T row_max, T row_sum, const T* out) {
-  using S = Simd<T>;
-  const int64_t row = p.row(batch, head, query);
-  static_cast<T*>(outputs.row_max)[row] = row_max;
-  static_cast<T*>(outputs.row_sum)[row] = row_sum;
-  const auto scale = S::set(row_sum == T(0) ? T(0) : T(1) / row_sum);
-  const int64_t at = outputs.out.offset(batch, head, query);
-  auto zero = S::set(T(0));  // NaN as soon as a result is not finite
-  for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
-    const auto result = S::mul(S::load(out + e), scale);
-    zero = S::fma(result, S::set(T(0)), zero);
-    store_with_residual<T>(outputs.out.data, outputs.out_residual, p.dtype, at + e, p.value_dim - e, result);
-  }
-  T lanes[S::kWidth];
-  S::store(lanes, zero);
-  if (!all_finite(lanes, 0, 1, S::kWidth)) mend_overflow<T>(p, outputs, batch, head, query, 1);
 }
 
 template <class P>
@@ -352,6 +330,7 @@ struct DecodeMerge {
 
 template <class P>
 void decode(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+  if (p.keys <= kFewKeys) return few_keys<Scalar<P>>(p, outputs, p.queries, pool);
   Arena arena(DecodeTask<P>::state_bytes(p));
   const int64_t chunks = p.batch * DecodeTask<P>::chunks_of(p);
   const DecodeTask<P> task(p, outputs, DecodeTask<P>::item_of(p, chunks, pool.threads), arena);
@@ -364,7 +343,10 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
 // elements are one list, so that a long sequence keeps every thread busy and a short one costs no wait.
 template <class P>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  const auto calls = element_calls(p, outputs, 1, most_decoded(p));
+  few_keys<Scalar<P>>(p, outputs, most_decoded(p), pool);
+  AttentionParams rest = p;
+  rest.sequences.least_keys = kFewKeys + 1;
+  const auto calls = element_calls(rest, outputs, 1, most_decoded(p));
   int64_t bytes = 0, chunks = 0;
   for (const auto& call : calls) {
     bytes += DecodeTask<P>::state_bytes(call.params);

@@ -4,6 +4,7 @@
 // there.
 #pragma once
 
+#include "overflow.h"
 #include "score_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -158,6 +159,25 @@ void drop_row(const Dropout& dropout, const DecodeRow& row, int64_t key, int64_t
       S::store(at, S::mul(S::load(at), factor[i]));
     }
   }
+}
+
+// Divides a query's unnormalised output by the sum of its weights, and writes its results.
+template <class T>
+SELFATTN_OUT_OF_LINE void store_query(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch,
+                                      int64_t head, int64_t query, T row_max, T row_sum, const T* out) {
+  using S = Simd<T>;
+  const int64_t row = p.row(batch, head, query);
+  static_cast<T*>(outputs.row_max)[row] = row_max;
+  static_cast<T*>(outputs.row_sum)[row] = row_sum;
+  const auto scale = S::set(row_sum == T(0) ? T(0) : T(1) / row_sum);
+  const int64_t at = outputs.out.offset(batch, head, query);
+  auto zero = S::set(T(0));  // NaN as soon as a result is not finite
+  for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
+    const auto result = S::mul(S::load(out + e), scale);
+    zero = S::fma(result, S::set(T(0)), zero);
+    store_with_residual<T>(outputs.out.data, outputs.out_residual, p.dtype, at + e, p.value_dim - e, result);
+  }
+  if (!all_zero<T>(zero)) mend_overflow<T>(p, outputs, batch, head, query, 1);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -67,9 +67,7 @@ bool few_query_outer_as(const FewQueryOuter<T> a, int64_t keys, const OuterResul
       }
     }
   }
-  T lanes[S::kWidth];
-  S::store(lanes, S::add(S::add(zeros[0], zeros[1]), S::add(zeros[2], zeros[3])));
-  return all_finite(lanes, 0, 1, S::kWidth);
+  return all_zero<T>(S::add(S::add(zeros[0], zeros[1]), S::add(zeros[2], zeros[3])));
 }
 
 // Stores the results of `keys` keys; returns whether all of them are finite.

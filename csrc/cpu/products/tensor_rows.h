@@ -281,6 +281,14 @@ Rows<T> rows_as(const RowSource& s, bool whole_vectors, T* buffer) {
   return {buffer, round_up_to_vector<T>(s.columns)};
 }
 
+// Whether every lane is zero; NaN is not.
+template <class T>
+SELFATTN_INLINE bool all_zero(typename Simd<T>::Vec x) {
+  using S = Simd<T>;
+  const auto zero = S::set(T(0));
+  return !S::any(S::less(zero, S::select(S::equal(x, zero), zero, S::set(T(1)))));
+}
+
 template <class T>
 bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
   using S = Simd<T>;
@@ -311,9 +319,7 @@ bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
   for (row = 0; whole < columns && row < rows; ++row) {
     for (int64_t column = whole; column < columns; ++column) rest += data[row * stride + column] * T(0);
   }
-  const auto sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
-  const auto nan_as_one = S::select(S::equal(sum, zero), zero, S::set(T(1)));
-  return rest == T(0) && !S::any(S::less(zero, nan_as_one));
+  return rest == T(0) && all_zero<T>(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])));
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA
