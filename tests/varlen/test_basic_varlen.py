@@ -130,5 +130,5 @@ def test_the_operators_refuse_offsets_themselves() -> None:
     )
     saved = (out, query, query, query, out, statistics, None)
     for wrong in (offsets[0], offsets.int(), offsets + 1, offsets[:1]):
-        with pytest.raises(ValueError, match="offsets|cu_seqlens"):
+        with pytest.raises(ValueError, match=r"offsets|cu_seqlens"):
             ops.packed_attention_backward(*saved, wrong, 3, 3, None, False)
