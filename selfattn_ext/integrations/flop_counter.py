@@ -96,5 +96,5 @@ def _packed(
 def _packed_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any, **_: Any
 ) -> int:
-    packing = _packing(*saved[3], saved[4:])
+    packing = _packing(saved[3][0], saved[3][1], saved[4:])
     return _products(query, key, 3 * query.shape[2] + 2 * value.shape[2], packing)
