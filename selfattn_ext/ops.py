@@ -43,6 +43,9 @@ __all__ = [
     "masked_attention_forward",
     "masked_softmax",
     "masked_softmax_backward",
+    "packed_attention",
+    "packed_attention_backward",
+    "packed_attention_forward",
 ]
 
 _Operator = TypeVar("_Operator", bound=Callable[..., Any])
@@ -353,6 +356,56 @@ def _attention_backward(
 basic_attention_backward, causal_attention_backward, masked_attention_backward = _basic_operators(
     _attention_backward
 )
+
+
+def _empty_rows(layout: Tensor, width: int) -> Tensor:
+    """Returns empty packed rows (rows, H, width) with heads and rows in the order of ``layout``."""
+    heads_first = layout.transpose(0, 1).unsqueeze(0)
+    return _empty_like(heads_first, layout.shape[0], width).squeeze(0).transpose(0, 1)
+
+
+@_direct
+@_operator
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Tensor:
+    """query (rows,H,E), key and value (rows,Hk,E|Ev), offsets (B+1,) on the CPU -> out (rows,H,Ev)."""
+    _refuse_meta(query, key, value)
+    return _empty_rows(query, value.shape[2])
+
+
+@_direct
+@_operator
+def packed_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """out, statistics (2,1,H,rows), out_residual or None, and a copy of both offsets (2,B+1) in int64."""
+    _refuse_meta(query, key, value)
+    out = _empty_rows(query, value.shape[2])
+    residual = _empty_rows(query, value.shape[2]) if query.dtype in SIXTEEN_BITS else None
+    rows, heads, _ = query.shape
+    statistics = query.new_empty((2, 1, heads, rows), dtype=accumulation_dtype(query.dtype))
+    return out, statistics, residual, cu_seqlens_q.new_empty((2, cu_seqlens_q.shape[0]), dtype=torch.int64)
+
+
+@_direct
+@_operator
+def packed_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    _refuse_meta(grad_out, query, key, value)
+    of_query, of_key, of_value = (_empty_rows(tensor, tensor.shape[2]) for tensor in (query, key, value))
+    return of_query, of_key, of_value
 
 
 @_operator

@@ -277,10 +277,10 @@ std::pair<const void*, const void*> pair_of_row_statistics(TensorHandle& handle,
                                                            const AttentionParams& p) {
   const DType dtype = accumulation_dtype(p.dtype);
   check_dtype(input, dtype);
-  check_shape(input, {2, p.batch, p.heads, p.queries});
+  check_shape(input, {2, query_batch(p), p.heads, query_rows(p)});
   if (!is_contiguous(input)) make_contiguous(handle, input);
   const auto* row_max = static_cast<const char*>(input.data);
-  return {row_max, row_max + p.batch * p.heads * p.queries * size_of(dtype)};
+  return {row_max, row_max + query_batch(p) * p.heads * query_rows(p) * size_of(dtype)};
 }
 
 }  // namespace selfattn::ops

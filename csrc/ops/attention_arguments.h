@@ -22,6 +22,11 @@ void add_own_masks(AttentionParams& params, const Input& mask, const Options& op
 std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& captured);
 void add_score_function(AttentionParams& params, const Input& query, const Options& options);
 
+// Returns an argument with four dimensions, which packed rows of users do not have. Borrows from `form`.
+inline Input seen(const Input& input, const Options& options, HeadsFirst& form) {
+  return options.offsets ? form.of(input) : input;
+}
+
 // Checks everything that the operators share and describes it for a kernel. `value` is nullptr for
 // attention_weights, which has none.
 AttentionParams attention_params(const Input& query, const Input& key, const Input* value, double scale,

@@ -50,19 +50,21 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
 }  // namespace
 
 BackwardCall::BackwardCall(BackwardTensors& t, double scale, const Options& options)
-    : query(inspect("query", t.query)),
-      key(inspect("key", t.key, query)),
-      value(inspect("value", t.value, query)),
+    : query(seen(inspect("query", t.query), options, forms[0])),
+      key(seen(inspect("key", t.key, query), options, forms[1])),
+      value(seen(inspect("value", t.value, query), options, forms[2])),
       params(attention_params(query, key, &value, scale, options)) {
   const AttentionParams& p = params;
   BackwardArguments& a = arguments;
   if (options.block_table) refuse("keys in pages (block_table) have no gradient");
   const auto output_like = [&](const char* name, TensorHandle& handle) {
-    Input input = inspect(name, handle, query);
-    check_shape(input, {query_batch(p), p.heads, query_rows(p), p.value_dim});
-    check_dtype(input, p.dtype);
-    if (!has_unit_last_stride(input)) make_contiguous(handle, input);
-    return plain_view(input, p.dtype);
+    HeadsFirst form;
+    Input input = inspect(name, handle, query), four = seen(input, options, form);
+    check_shape(four, {query_batch(p), p.heads, query_rows(p), p.value_dim});
+    check_dtype(four, p.dtype);
+    if (has_unit_last_stride(four)) return plain_view(four, p.dtype);
+    make_contiguous(handle, input);
+    return plain_view(seen(input, options, form), p.dtype);
   };
   const auto row_statistic = [&](const char* name, TensorHandle& handle) {
     Input input = inspect(name, handle, query);
@@ -105,7 +107,8 @@ GradientResults::GradientResults(const BackwardCall& call, bool need_mask_grad, 
   grads_.device = query.device;
   grads_.mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
   const auto gradient_of = [&](const char* name, const Input& input) {
-    return allocate_like(name, {input.size[0], input.size[1], input.size[2], input.size[3]}, p.dtype, input);
+    return allocate_like(name, {input.size[0], input.size[1], input.size[2], input.size[3]}, p.dtype, input,
+                         static_cast<bool>(options.offsets));
   };
   grads_.query = gradient_of("grad_query", query);
   grads_.key = gradient_of("grad_key", key);

@@ -25,12 +25,14 @@ struct BackwardTensors {
 
 // The inputs of a backward kernel; GradientResults adds the results.
 struct BackwardCall {
+  HeadsFirst forms[3];
   Input query, key, value;
   AttentionParams params;
   BackwardArguments arguments;
 
   // Copies inputs where a kernel needs another layout, which replaces their handles.
   BackwardCall(BackwardTensors& tensors, double scale, const Options& options);
+  BackwardCall(const BackwardCall&) = delete;
 };
 
 // The gradients of mask, slopes and sinks have no handle if there is no such gradient.

@@ -8,14 +8,16 @@ namespace selfattn::ops {
 
 ForwardCall::ForwardCall(const TensorHandle& query_handle, const TensorHandle& key_handle,
                          const TensorHandle& value_handle, double scale, const Options& options)
-    : query(inspect("query", query_handle)),
-      key(inspect("key", key_handle, query)),
-      value(inspect("value", value_handle, query)),
+    : rows_first(options.offsets),
+      query(seen(inspect("query", query_handle), options, forms[0])),
+      key(seen(inspect("key", key_handle, query), options, forms[1])),
+      value(seen(inspect("value", value_handle, query), options, forms[2])),
       params(attention_params(query, key, &value, scale, options)) {}
 
 Output ForwardCall::allocate_out(const char* name) const {
   const AttentionParams& p = params;
-  Output out = allocate_like(name, {query_batch(p), p.heads, query_rows(p), p.value_dim}, p.dtype, query);
+  Output out =
+      allocate_like(name, {query_batch(p), p.heads, query_rows(p), p.value_dim}, p.dtype, query, rows_first);
   if (leaves_rows_out(p, query.device)) out.fill_zero();
   return out;
 }

@@ -7,11 +7,14 @@ namespace selfattn::ops {
 
 // query, key and value of a call, and their description for a kernel. Borrows from the handles.
 struct ForwardCall {
+  bool rows_first;
+  HeadsFirst forms[3];
   Input query, key, value;
   AttentionParams params;
 
   ForwardCall(const TensorHandle& query_handle, const TensorHandle& key_handle,
               const TensorHandle& value_handle, double scale, const Options& options);
+  ForwardCall(const ForwardCall&) = delete;
 
   // The result is uninitialised and has the layout of query.
   Output allocate_out(const char* name) const;

@@ -49,6 +49,10 @@ struct Options {
   Name float32_precision = {"highest"};
   bool batch_invariant = false;
 
+  // (2,B+1), of the packed basic operators: cu_seqlens_q and cu_seqlens_k. Tensors and results that are
+  // packed are then as users have them, (rows,H,E), except row statistics.
+  TensorHandle offsets;
+
   // Used to describe the call to a kernel.
   std::vector<OwnMask> own_masks;                // those of mask_shapes
   std::vector<CapturedTensor> captured_tensors;  // those of captured
@@ -95,7 +99,7 @@ struct Options {
 
   // Whether batch elements have lengths or places of their own.
   bool has_lengths() const {
-    return cu_seqlens_q || cu_seqlens_k || seqlens_k || query_offsets || block_table;
+    return offsets || cu_seqlens_q || cu_seqlens_k || seqlens_k || query_offsets || block_table;
   }
 };
 

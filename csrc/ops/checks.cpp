@@ -52,6 +52,19 @@ std::string device_text(Device device) {
 
 bool on_host(Device device) { return device.type == aoti_torch_device_type_cpu(); }
 
+Input HeadsFirst::of(Input rows) {
+  check_rank(rows, 3);
+  constexpr int kFrom[kMaxRank] = {0, 1, 0, 2};
+  for (int d = 0; d < kMaxRank; ++d) {
+    size[d] = d == 0 ? 1 : rows.size[kFrom[d]];
+    stride[d] = d == 0 ? 0 : rows.stride[kFrom[d]];
+  }
+  rows.rank = kMaxRank;
+  rows.size = size;
+  rows.stride = stride;
+  return rows;
+}
+
 Input inspect(const char* name, const TensorHandle& handle) {
   Input input;
   input.name = name;

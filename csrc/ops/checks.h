@@ -63,6 +63,14 @@ struct Input {
   int64_t bytes = 0;  // from its first element to the end of its last; 0 without elements
 };
 
+// The sizes and strides of packed rows (rows, heads, dim), seen as (1, heads, rows, dim).
+struct HeadsFirst {
+  int64_t size[kMaxRank], stride[kMaxRank];
+
+  // Returns the argument seen that way, which borrows from this structure.
+  Input of(Input rows);
+};
+
 Input inspect(const char* name, const TensorHandle& handle);
 // The same for a later argument, which must be on the device of the first.
 Input inspect(const char* name, const TensorHandle& handle, const Input& first);

@@ -73,6 +73,20 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
         (masked ? ", Tensor? out_residual, Tensor? attn_mask, float? scale, bool is_causal" : "") +
         ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
   }
+  // Those called packed take packed rows as users have them, (rows,H|Hk,E|Ev), and int32 or int64 offsets
+  // (B+1,) of the CPU. They return these as one int64 tensor (2,B+1), as callers overwrite theirs before a
+  // backward.
+  const std::string rules = "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, bool is_causal";
+  const std::string packed =
+      "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, " + rules +
+      ", bool enable_gqa) -> ";
+  define("packed_attention" + packed + "Tensor");
+  define("packed_attention_forward" + packed +
+         "(Tensor out, Tensor statistics, Tensor out_residual, Tensor offsets)");
+  define(
+      "packed_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor statistics, Tensor? out_residual, Tensor offsets, " +
+      rules + ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
   // Writes key and value (B,Hk,L,E|Ev) behind the seqlens (B,) rows of the caches, which are (B,Hk,S,E|Ev)
   // or, with a block_table, pages as in attention_options.h. With cu_seqlens (B+1,), key and value are
   // packed, (1,Hk,rows,E|Ev).

@@ -20,8 +20,9 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t);
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t);
-// A basic operator takes nothing beside tensors, nothing and has the causal rule, or takes everything.
-enum class Basic { kAlone, kCausal, kMasked };
+// A basic operator takes nothing beside tensors, nothing and has the causal rule, takes everything, or takes
+// packed sequences.
+enum class Basic { kAlone, kCausal, kMasked, kPacked };
 template <Basic kKind>
 void basic_attention(StableIValue* values, uint64_t, uint64_t);
 template <Basic kKind>
@@ -48,12 +49,15 @@ void implement_operators(Library& library) {
   library.impl("basic_attention", &basic_attention<Basic::kAlone>);
   library.impl("causal_attention", &basic_attention<Basic::kCausal>);
   library.impl("masked_attention", &basic_attention<Basic::kMasked>);
+  library.impl("packed_attention", &basic_attention<Basic::kPacked>);
   library.impl("basic_attention_forward", &basic_attention_forward<Basic::kAlone>);
   library.impl("causal_attention_forward", &basic_attention_forward<Basic::kCausal>);
   library.impl("masked_attention_forward", &basic_attention_forward<Basic::kMasked>);
+  library.impl("packed_attention_forward", &basic_attention_forward<Basic::kPacked>);
   library.impl("basic_attention_backward", &basic_attention_backward<Basic::kAlone>);
   library.impl("causal_attention_backward", &basic_attention_backward<Basic::kCausal>);
   library.impl("masked_attention_backward", &basic_attention_backward<Basic::kMasked>);
+  library.impl("packed_attention_backward", &basic_attention_backward<Basic::kPacked>);
 }
 
 }  // namespace selfattn::ops

@@ -26,7 +26,7 @@ TensorHandle empty_strided(const char* name, const int64_t* size, const int64_t*
 }
 
 Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device,
-                        bool heads_inside) {
+                        bool heads_inside, bool rows_first = false) {
   const int64_t* size = shape.begin();
   const int64_t rank = static_cast<int64_t>(shape.size());
   // Strides are set from the innermost dimension outwards; the heads-inside order swaps dimensions 1 and 2.
@@ -49,7 +49,13 @@ Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, 
   output.bytes = empty ? 0 : static_cast<size_t>(next);
   output.device = device;
 
-  output.handle = empty_strided(name, size, output.stride, rank, code_of(dtype), output.bytes, device);
+  const int64_t* stride = output.stride;
+  if (rows_first) {
+    const int64_t sizes[] = {size[2], size[1], size[3]}, strides[] = {stride[2], stride[1], stride[3]};
+    output.handle = empty_strided(name, sizes, strides, 3, code_of(dtype), output.bytes, device);
+  } else {
+    output.handle = empty_strided(name, size, stride, rank, code_of(dtype), output.bytes, device);
+  }
   torch_get_mutable_data_ptr(output.handle.get(), &output.data);
   return output;
 }
@@ -73,8 +79,9 @@ Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dt
   return allocate_strided(name, shape, dtype, device, false);
 }
 
-Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like) {
-  return allocate_strided(name, shape, dtype, like.device, is_heads_inside(like));
+Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like,
+                     bool rows_first) {
+  return allocate_strided(name, shape, dtype, like.device, is_heads_inside(like), rows_first);
 }
 
 Output allocate_nothing(DType dtype, Device device) {

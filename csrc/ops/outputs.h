@@ -25,8 +25,10 @@ Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dt
 
 // Does the same for a (batch, heads, rows, columns) result with the layout of `like`: if that is the
 // transpose of a (batch, rows, heads, columns) tensor, the result is one, too, so that the caller's transpose
-// back costs no copy; otherwise it is contiguous.
-Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like);
+// back costs no copy; otherwise it is contiguous. With `rows_first`, batch is 1, and the tensor has the shape
+// (rows, heads, columns); the view is the same.
+Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like,
+                     bool rows_first = false);
 
 // A (0,) tensor in place of a result that was not asked for.
 Output allocate_nothing(DType dtype, Device device);

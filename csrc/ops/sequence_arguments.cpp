@@ -6,27 +6,30 @@ namespace selfattn::ops {
 
 namespace {
 
+const int64_t* integers(const Input& input) {
+  if (input.dtype_code != dtype_codes().int64) {
+    refuse(input.name, " must be an int64 tensor, but it is ", dtype_text(input.dtype_code));
+  }
+  if (!is_contiguous(input)) refuse(input.name, " must be contiguous");
+  return static_cast<const int64_t*>(input.data);
+}
+
 // Reads a contiguous vector of int64, which must have `count` elements unless that is negative.
 const int64_t* integers(const char* name, const TensorHandle& handle, const Input& query, int64_t count,
                         int64_t* found = nullptr) {
   const Input input = inspect(name, handle, query);
   check_rank(input, 1);
-  if (input.dtype_code != dtype_codes().int64) {
-    refuse(name, " must be an int64 tensor, but it is ", dtype_text(input.dtype_code));
-  }
-  if (!is_contiguous(input)) refuse(name, " must be contiguous");
+  const int64_t* numbers = integers(input);
   if (count >= 0 && input.size[0] != count) {
     refuse(name, " must have ", count, " elements, but it has ", input.size[0]);
   }
   if (found != nullptr) *found = input.size[0];
-  return static_cast<const int64_t*>(input.data);
+  return numbers;
 }
 
-// Reads where sequences start, and where the last one ends.
-const int64_t* starts(const char* name, const TensorHandle& handle, const Input& query, int64_t rows,
-                      int64_t longest, int64_t* batch) {
-  int64_t count = 0;
-  const int64_t* start = integers(name, handle, query, -1, &count);
+// Checks where sequences start, and where the last one ends.
+void check_starts(const char* name, const int64_t* start, int64_t count, const Input& query, int64_t rows,
+                  int64_t longest, int64_t* batch) {
   if (count == 0)
     refuse(name, " must hold the start of each sequence and the end of the last, but it is empty");
   if (*batch >= 0 && count - 1 != *batch) {
@@ -34,7 +37,7 @@ const int64_t* starts(const char* name, const TensorHandle& handle, const Input&
   }
   *batch = count - 1;
   if (longest < 0) refuse("the longest sequence of ", name, " cannot have ", longest, " rows");
-  if (!on_host(query.device)) return start;
+  if (!on_host(query.device)) return;
   if (start[0] != 0) refuse(name, " must start with 0, but it starts with ", start[0]);
   for (int64_t b = 0; b < *batch; ++b) {
     if (start[b + 1] < start[b]) {
@@ -49,7 +52,6 @@ const int64_t* starts(const char* name, const TensorHandle& handle, const Input&
   if (start[*batch] > rows) {
     refuse(name, " ends at ", start[*batch], ", beyond the ", rows, " rows of its tensor");
   }
-  return start;
 }
 
 void check_range(const char* name, const int64_t* numbers, int64_t count, int64_t least, int64_t most) {
@@ -84,22 +86,34 @@ void check_pages(const Pages& pages, const int64_t* lengths, int64_t batch) {
 
 void add_sequences(AttentionParams& p, const Input& query, const Input& key, const Options& options) {
   Sequences& s = p.sequences;
-  int64_t batch = -1;
+  int64_t batch = -1, count = 0, key_count = 0;
+  if (options.offsets) {
+    const Input both = inspect("offsets", options.offsets, query);
+    check_rank(both, 2);
+    check_shape(both, {2, both.size[1]});
+    count = key_count = both.size[1];
+    s.query_starts = integers(both);
+    s.key_starts = s.query_starts + count;
+  }
   if (options.cu_seqlens_q) {
     check_packed(query, "cu_seqlens_q");
+    s.query_starts = integers("cu_seqlens_q", options.cu_seqlens_q, query, -1, &count);
+  }
+  if (options.cu_seqlens_k) {
+    check_packed(key, "cu_seqlens_k");
+    s.key_starts = integers("cu_seqlens_k", options.cu_seqlens_k, query, -1, &key_count);
+  }
+  if (options.offsets || options.cu_seqlens_q) {
     s.query_rows = query.size[2];
-    s.query_starts =
-        starts("cu_seqlens_q", options.cu_seqlens_q, query, s.query_rows, options.max_seqlen_q, &batch);
+    check_starts("cu_seqlens_q", s.query_starts, count, query, s.query_rows, options.max_seqlen_q, &batch);
     p.queries = options.max_seqlen_q;
     p.query.stride[0] = 0;
   } else {
     batch = query.size[0];
   }
-  if (options.cu_seqlens_k) {
-    check_packed(key, "cu_seqlens_k");
+  if (options.offsets || options.cu_seqlens_k) {
     s.key_rows = key.size[2];
-    s.key_starts =
-        starts("cu_seqlens_k", options.cu_seqlens_k, query, s.key_rows, options.max_seqlen_k, &batch);
+    check_starts("cu_seqlens_k", s.key_starts, key_count, query, s.key_rows, options.max_seqlen_k, &batch);
     p.keys = options.max_seqlen_k;
     p.key.stride[0] = p.value.stride[0] = 0;
   } else if (!options.block_table && key.size[0] != batch) {

@@ -1,6 +1,6 @@
 """Gradients of every operator: eager, under torch.func, and in the graphs of torch.compile."""
 
-from .attention_function import CAUSAL, basic_attention
+from .attention_function import CAUSAL, basic_attention, packed_attention
 from .graph_operators import (
     attention_scores_with_gradient,
     attention_with_gradient,
@@ -13,4 +13,5 @@ __all__ = [
     "attention_with_gradient",
     "basic_attention",
     "masked_softmax_with_gradient",
+    "packed_attention",
 ]

@@ -40,6 +40,7 @@ from torch.autograd import Function, forward_ad
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, is_packed, keywords_of, refusals
+from ..arguments.shapes import of_packed
 from ..reference import default_scale
 from . import by_formula, operator_calls
 from .differentiated import SOURCES, Inputs
@@ -48,7 +49,7 @@ from .forward_levels import nestable, primals
 from .forward_mode import AttentionTangents, attention_of_duals
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
-__all__ = ["CAUSAL", "attention", "basic_attention", "vmapped"]
+__all__ = ["CAUSAL", "attention", "basic_attention", "packed_attention", "vmapped"]
 
 #: The number of tensors of a call, and the index of the mask among them.
 _TENSORS = len(Tensors._fields)
@@ -169,12 +170,57 @@ class _BasicAttention(Function):
         return (*grads, None) if keywords is None else (*grads, None, None)
 
 
+class _PackedAttention(Function):
+    """The same of packed rows as users have them: (query, key, value, rest) → out. ``rest`` are the arguments
+    of ``ops.packed_attention`` after value.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rest: tuple[Any, ...]) -> Tensor:  # type: ignore[override]
+        out, statistics, residual, offsets = ops.packed_attention_forward(query, key, value, *rest)
+        ctx.save_for_backward(query, key, value, out, residual)
+        ctx.call = (statistics, offsets, rest[2:6])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
+        query, key, value, out, residual = operator_calls.saved_tensors(ctx)
+        statistics, offsets, (max_seqlen_q, max_seqlen_k, scale, is_causal) = ctx.call
+        if not operator_calls.is_differentiated():
+            try:
+                grads = ops.packed_attention_backward(
+                    grad_out, query, key, value, out, statistics, residual, offsets, max_seqlen_q,
+                    max_seqlen_k, scale, is_causal,
+                )  # fmt: skip
+            except MemoryError as error:
+                raise refusals.out_of_memory(error, query) from None
+            return (*grads, None)
+        keywords = {
+            "cu_seqlens_q": offsets[0],
+            "cu_seqlens_k": offsets[1],
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            **({"is_causal": True} if is_causal else {}),
+        }
+        grad_out, query, key, value, out = map(of_packed, (grad_out, query, key, value, out))
+        residual = None if residual is None else of_packed(residual)
+        saved: operator_calls.Saved = (out, *statistics, residual, None)
+        scale = default_scale(query.size(3)) if scale is None else scale
+        inputs = _of_backward(
+            (grad_out, None, None), Tensors(query, key, value), saved, scale, keywords, False
+        )
+        grads = AttentionBackward.apply(*inputs)[:3]
+        return (*(grad.squeeze(0).transpose(0, 1) for grad in grads), None)
+
+
 # Function.apply looks for the wrappers of torch.func in every argument. This name and _eager_attention skip
 # that, as their callers have made sure that no transform is active.
 basic_attention = super(Function, _BasicAttention).apply
 # The engine calls the context's apply, which searches for backward in Python. Without this search, a step on
 # tiny tensors is faster by a fiftieth.
 _BasicAttention._backward_cls.apply = _BasicAttention.backward  # type: ignore[attr-defined]
+packed_attention = super(Function, _PackedAttention).apply
+_PackedAttention._backward_cls.apply = _PackedAttention.backward  # type: ignore[attr-defined]
 
 
 class _Attention(Function):

@@ -78,3 +78,23 @@ def _scores(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
 @register_flop_formula(_operators.attention_scores_backward, get_raw=True)
 def _scores_backward(grad_scores: Tensor, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
     return _products(query, key, 2 * query.shape[3], kwargs)
+
+
+def _packing(queries: Tensor, keys: Tensor, longest: Any) -> dict[str, Any]:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return dict(zip(names, (queries, keys, *longest[:2]), strict=True))
+
+
+@register_flop_formula([_operators.packed_attention, _operators.packed_attention_forward], get_raw=True)
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *rest: Any, **_: Any
+) -> int:
+    return _products(query, key, query.shape[2] + value.shape[2], _packing(queries, keys, rest))
+
+
+@register_flop_formula(_operators.packed_attention_backward, get_raw=True)
+def _packed_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any, **_: Any
+) -> int:
+    packing = _packing(saved[3][0], saved[3][1], saved[4:])
+    return _products(query, key, 3 * query.shape[2] + 2 * value.shape[2], packing)

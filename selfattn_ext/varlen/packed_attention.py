@@ -10,20 +10,26 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .. import autograd, ops
 from ..arguments import (
     DEFAULT_QUERY_OFFSET,
     DEFAULT_SOFTCAP,
     DEFAULT_WINDOW,
+    REFUSALS,
     AttentionOptions,
     Keywords,
     PackedCall,
     autocast,
+    batch_invariance,
     checks,
+    forced_kernel,
     joined_masks,
     keywords_for,
     overrides,
     position,
+    precision,
     sequence_checks,
     shapes,
     split_blocks,
@@ -42,7 +48,15 @@ if TYPE_CHECKING:
 
 __all__ = ["packed_attention", "varlen_attention"]
 
+# Looked up once: an attribute chain costs as much as the call at its end.
+_is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
 _is_overridden = torch.overrides.has_torch_function_variadic
+_precision_for = precision.current_for
+_FLOAT32 = torch.float32
 Masks = Tensor | Sequence[Tensor]
 
 
@@ -189,6 +203,28 @@ def varlen_attention(
 
     The packing is that of Dao (2023), "FlashAttention-2".
     """
+    if (
+        attn_mask is None
+        and alibi_slopes is None
+        and sinks is None
+        and seqused_k is None
+        and block_table is None
+        and score_mod is None
+        and mask_mod is None
+        and window_size is DEFAULT_WINDOW
+        and softcap is DEFAULT_SOFTCAP
+        and query_offset is DEFAULT_QUERY_OFFSET
+        and return_weights is False
+        and return_lse is False
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and not _is_compiling()
+        and not _is_overridden(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    ):
+        rest = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, enable_gqa)
+        out = basic_packed_attention(query, key, value, rest)
+        if out is not None:
+            return out
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
         query_offset, return_weights, return_lse,
@@ -197,13 +233,44 @@ def varlen_attention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table,
         score_mod, mask_mod, options,
     )  # fmt: skip
-    if torch.compiler.is_dynamo_compiling():
+    if _is_compiling():
         split_blocks.refuse("varlen_attention in a function that is compiled")
     masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
     tensors = (*call[:5], *masks, alibi_slopes, sinks, query_offset, seqused_k, block_table)
     if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
         return overrides.call(varlen_attention, relevant, call)
     return packed_attention(call)
+
+
+def basic_packed_attention(query: Tensor, key: Tensor, value: Tensor, rest: tuple[Any, ...]) -> Tensor | None:
+    """Returns out of a call without options: the cheapest way, for CPU tensors in eager mode.
+
+    ``rest`` are the arguments of ``ops.packed_attention`` after value, as a user has given them. None says
+    that the general way must compute the call, or explain a mistake.
+    """
+    _, _, max_seqlen_q, max_seqlen_k, scale, is_causal, enable_gqa = rest
+    try:
+        if (
+            type(max_seqlen_q) is int
+            and type(max_seqlen_k) is int
+            and (scale is None or type(scale) is float)
+            and (is_causal is False or is_causal is True)
+            and (enable_gqa is False or enable_gqa is True)
+            and query.is_cpu
+            and not forced_kernel.forcing
+            and not batch_invariance.asked
+            and not _is_exporting()
+            and not _is_any_autocast_enabled()
+            and not _are_transforms_active()
+            and forward_ad._current_level < 0
+            and (query.dtype is not _FLOAT32 or _precision_for(query) == "highest")
+        ):
+            if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+                return autograd.packed_attention(query, key, value, rest)
+            return ops.packed_attention(query, key, value, *rest)
+    except REFUSALS:
+        pass
+    return None
 
 
 def packed_attention(call: PackedCall) -> Any:

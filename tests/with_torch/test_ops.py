@@ -77,6 +77,10 @@ def calls(dtype: torch.dtype, transposed: bool) -> Calls:
     mask = torch.rand(5, 6) < 0.5
     out, statistics, residual = ops.masked_attention_forward(query, key, value, mask, None, True, True)
     saved = (out, query, key, value, out, statistics)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    rows = [tensor[0, :, :5].transpose(0, 1) for tensor in (query, key, value)]
+    longest, packed = (3, 4, None, True), (*rows, starts, starts)
+    given, stats, rounding, offsets = ops.packed_attention_forward(*packed, *longest, True)
     same_heads = (query[:, :2], key, value)
     return [
         *cache_calls(dtype, transposed),
@@ -91,6 +95,13 @@ def calls(dtype: torch.dtype, transposed: bool) -> Calls:
         (library.masked_attention.default, (query, key, value, mask, 0.3, False, True), {}),
         (library.masked_attention_forward.default, (query, key, value, None, None, True, True), {}),
         (library.masked_attention_backward.default, (*saved, residual, mask, None, True), {}),
+        (library.packed_attention.default, (*packed, *longest, True), {}),
+        (library.packed_attention_forward.default, (*packed, *longest, True), {}),
+        (
+            library.packed_attention_backward.default,
+            (given, *rows, given, stats, rounding, offsets, *longest),
+            {},
+        ),
         (ops.attention_scores, (query, key, 0.3), {}),
         (ops.attention_scores_backward, (scores, query, key, 0.3), {}),
         (ops.masked_softmax, (scores, 0.3), {"mask": torch.rand(1, 1, 5, 6) < 0.5, "is_causal": True}),
