@@ -137,7 +137,7 @@ void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool sh
 }
 
 void append(const AppendParams& a, Device) {
-  // A thread copies about 16 bytes in the time that a score takes.
+  // A thread copies about 16 bytes in a nanosecond.
   const int64_t bytes = a.kv_heads * a.rows * (a.head_dim + a.value_dim) * size_of(a.dtype);
   const int64_t copied = bytes * (a.row_starts == nullptr ? a.batch : 1);
   cpu::append_to_cache(a, thread_pool(static_cast<double>(copied) / 16));

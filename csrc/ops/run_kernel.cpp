@@ -51,13 +51,22 @@ cpu::ThreadPool thread_pool() {
   return {static_cast<int>(threads), &run_on_framework_threads};
 }
 
-cpu::ThreadPool thread_pool(double scores) {
-  // A score takes a nanosecond or less, and waking a thread takes microseconds.
-  constexpr double kScoresOfAThread = 16384;
+cpu::ThreadPool thread_pool(double nanoseconds) {
+  constexpr double kOfAThread = 16384;  // waking a thread takes some microseconds
   cpu::ThreadPool pool = thread_pool();
-  const double worth = 1.0 + scores / kScoresOfAThread;
+  const double worth = 1.0 + nanoseconds / kOfAThread;
   if (worth < pool.threads) pool.threads = static_cast<int>(worth);
   return pool;
+}
+
+double nanoseconds_of(const AttentionParams& p) {
+  // A query's own cost; that of a byte of a key or a value when a query meets it, and when it is loaded.
+  constexpr double kQuery = 16, kMet = 1.0 / 256, kLoaded = 3.0 / 256;
+  const double scores = count_of_scores(p);
+  const double row_bytes = static_cast<double>((p.head_dim + p.value_dim) * size_of(p.dtype));
+  const double queries = static_cast<double>(larger(p.queries, 1));
+  return static_cast<double>(p.batch * p.heads * p.queries) * kQuery +
+         scores * row_bytes * (kMet + kLoaded / queries);
 }
 
 }  // namespace selfattn::ops

@@ -12,11 +12,13 @@ namespace selfattn::ops {
 // The framework's thread pool with its current number of threads (torch.set_num_threads).
 cpu::ThreadPool thread_pool();
 
-// The same pool, limited to the threads that are worth waking for so many scores.
-cpu::ThreadPool thread_pool(double scores);
+// The same pool, limited to the threads that are worth waking for so much work.
+cpu::ThreadPool thread_pool(double nanoseconds);
 
+// Returns about how long one thread takes for a call, or less.
+double nanoseconds_of(const AttentionParams& p);
 template <class Params>
-double count_of_scores(const Params& p) {
+double nanoseconds_of(const Params& p) {
   return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(p.keys);
 }
 
@@ -25,7 +27,7 @@ double count_of_scores(const Params& p) {
 template <class Kernel, class Params, class... Results>
 void run_kernel(Kernel kernel, const Params& params, const Results&... results) {
   try {
-    kernel(params, results..., thread_pool(count_of_scores(params)));
+    kernel(params, results..., thread_pool(nanoseconds_of(params)));
   } catch (const std::bad_alloc&) {
     throw AllocationFailure("not enough memory for the kernel's working space");
   } catch (const std::length_error&) {

@@ -207,7 +207,7 @@ struct DecodeTask {
   // Meanwhile it prefetches the rows that follow, and then those of `next`.
   template <class Product>
   void for_each_step(const RowSpan& all, const RowSpan& next, int64_t row_bytes, Product product) const {
-    if (all.keys <= kVeryFewKeys) {
+    if (all.keys <= kVeryFewKeys || (item_heads == 1 && all.keys * row_bytes <= kVeryFewBytes)) {
       const RowWalk rows(all);
       for (int64_t i = 0; i < item_heads; ++i) {
         const RowWalk of_head = rows.of_head(i);
@@ -225,16 +225,16 @@ struct DecodeTask {
     const RowSpan of_all = all.of_heads(item_heads), next_of_all = next.of_heads(item_heads);
     RowWalk rows(all), soon(all, &next), soon_of_all(of_all, &next_of_all);
     soon.skip(step);
-    soon_of_all.skip(step * item_heads);
     // Where other heads lie between those of the item, the next rows in the order of memory are two or three.
     const bool in_order = heads_inside(p) && all.key_step == item_heads * all.head_step;
+    if (in_order) soon_of_all.skip(step * item_heads);
     for (int64_t first = 0; first < all.keys; first += step) {
       const int64_t count = smaller(all.keys - first, step);
       for (int64_t i = 0; i < item_heads; ++i) {
         const RowWalk of_head = rows.of_head(i);
         product(FewQueryRows{p.dtype, count, of_head, RowsAhead(in_order ? soon_of_all : soon.of_head(i))}, i,
                 first);
-        soon_of_all.skip(count);
+        if (in_order) soon_of_all.skip(count);
       }
       rows.skip(count);
       soon.skip(count);

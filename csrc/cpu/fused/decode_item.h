@@ -17,14 +17,14 @@ constexpr int64_t kDecodeBlock = 512;
 // It takes several heads, too, if they have very few keys, as an item's own cost would show.
 inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.key.stride[2]; }
 
-// With so few keys a prefetch comes too late to help, and where it is to begin takes longer to find out than
-// the products themselves.
-constexpr int64_t kVeryFewKeys = 32;
+// With so few keys, or bytes of the keys of an only head, a prefetch comes too late to help, and where it is
+// to begin takes longer to find out than the products themselves.
+constexpr int64_t kVeryFewKeys = 32, kVeryFewBytes = 8192;
 
 // Returns the keys of a step, a multiple of `unit`; 0 if heads are as fast one by one.
 inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   // The longest row in bytes and the keys of a step, if heads lie inside.
-  constexpr int64_t kShortRow = 512, kKeysInside = kFetchInto == 3 ? 16 : 64;
+  constexpr int64_t kShortRow = 512, kKeysInside = 64;
   // The bytes of a step: as much again is prefetched, and the level-1 cache holds both. If lines come into
   // the level-2 cache, a head by itself is faster, except for steps shorter than a page of memory.
   constexpr int64_t kMostBytes = kFetchInto == 3 ? 32768 : 4096;
@@ -57,7 +57,7 @@ struct DecodeItem {
     // The scores of so many rows stay in the level-2 cache, or in the level-1 cache.
     const int64_t most_rows = p.keys > kVeryFewKeys ? 64 : 16;
     constexpr int64_t kMostChunks = 8;  // with so many, the pause between two items hardly shows
-    const int64_t least_items = threads > 1 ? 4 * threads : 1,
+    const int64_t least_items = threads > 1 ? 2 * threads : 1,
                   rows_per_head = p.heads / p.kv_heads * p.queries;
     DecodeItem item{step == 0 ? 1 : p.kv_heads, 1};
     while (item.heads > 1 && (p.kv_heads % item.heads != 0 || item.heads * rows_per_head > most_rows ||

@@ -52,7 +52,7 @@ bool load_mask_row(const AttentionParams& p, const DecodeRow& row, int64_t key, 
     for (; j < whole; j += S::kWidth) {
       S::store(bias + j, load_row<T>(element(source, p.mask.dtype, j), p.mask.dtype, S::kWidth));
     }
-  } else if constexpr (sizeof(T) == 4) {
+  } else {
     for (; j < whole; j += S::kWidth)
       S::store(bias + j, S::load_bool_bias(static_cast<const uint8_t*>(source) + j));
   }

@@ -84,9 +84,8 @@ bool load_mask_block(const AttentionParams& p, const QueryStrip<P>& strip, int64
     }
   } else if (key_stride == 1 && !boolean) {
     load_transposed<T>(mask, ld, source, p.mask.dtype, row_stride, strip.count, keys, T(1));
-  } else if (key_stride == 1 && sizeof(T) == 4) {
-    if constexpr (sizeof(T) == 4)
-      load_bool_transposed(mask, static_cast<const uint8_t*>(source), row_stride, strip, keys);
+  } else if (key_stride == 1) {
+    load_bool_transposed(mask, static_cast<const uint8_t*>(source), row_stride, strip, keys);
   } else {
     for (int64_t j = 0; j < keys; ++j) {
       for (int64_t lane = 0; lane < lanes; ++lane) {

@@ -150,6 +150,14 @@ struct Simd<double> {
   }
 
   // See Simd<float>.
+  static SELFATTN_INLINE Vec load_bool_bias(const uint8_t* p) {
+    int32_t bytes;
+    memcpy(&bytes, p, sizeof(bytes));
+    const __m256i wide = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+    const __m256i hidden = _mm256_cmpeq_epi64(wide, _mm256_setzero_si256());
+    return _mm256_and_pd(_mm256_castsi256_pd(hidden),
+                         _mm256_set1_pd(-std::numeric_limits<double>::infinity()));
+  }
   using Words = __m256i;
   static SELFATTN_INLINE Words words(uint32_t x) { return _mm256_set1_epi64x(x); }
   static SELFATTN_INLINE Words words_from(uint32_t first) {

@@ -176,6 +176,11 @@ struct Simd<double> {
     return _mm512_permutex2var_pd(a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15), b);
   }
   // See Simd<float>.
+  static SELFATTN_INLINE Vec load_bool_bias(const uint8_t* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    const auto hidden = static_cast<Mask>(_mm_cmpeq_epi8_mask(bytes, _mm_setzero_si128()));
+    return _mm512_maskz_mov_pd(hidden, _mm512_set1_pd(-std::numeric_limits<double>::infinity()));
+  }
   static SELFATTN_INLINE Mask first(int64_t n) { return static_cast<Mask>((1u << n) - 1); }
   static SELFATTN_INLINE Vec load_part(const double* p, int64_t n) {
     return _mm512_maskz_loadu_pd(first(n), p);

@@ -113,6 +113,10 @@ template <>
 struct Simd<double> : PortableSimd<double, int64_t, 2> {
   static SELFATTN_INLINE Vec interleave_low(Vec a, Vec b) { return Vec{a[0], b[0]}; }
   static SELFATTN_INLINE Vec interleave_high(Vec a, Vec b) { return Vec{a[1], b[1]}; }
+  static SELFATTN_INLINE Vec load_bool_bias(const uint8_t* p) {
+    const double hidden = -std::numeric_limits<double>::infinity();
+    return Vec{p[0] ? 0.0 : hidden, p[1] ? 0.0 : hidden};
+  }
 };
 
 }  // namespace selfattn::cpu::scalar

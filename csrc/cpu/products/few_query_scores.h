@@ -176,17 +176,23 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
   }
 }
 
-// Computes the same for keys of at most a vector, or with kPart of less: the queries stay in registers, there
-// is nothing to sum up along a row, and several rows may lie in a line that is prefetched.
-template <class T, int kRows, bool kPart, class Stored>
+// Computes the same for keys of kVecs vectors, of which the last one is a RowTail's with kPart: the queries
+// stay in registers, a key takes one step, and several rows may lie in a line that is prefetched.
+template <class T, int kRows, int kVecs, bool kPart, class Stored>
 void few_query_narrow_score_rows(const typename Stored::Query* query, FewQueryRows keys, int64_t head_dim,
                                  T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
   using Tile = FewQueryTile<T, kRows>;
   const RowTail<T, Stored> tail(head_dim);
-  decltype(Stored::load_query(nullptr)) q[kRows];
+  decltype(Stored::load_query(nullptr)) q[kRows][kVecs];
   SELFATTN_UNROLL
-  for (int r = 0; r < kRows; ++r) q[r] = Stored::load_query(query + r * Stored::kElements);
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t at = kPart && v == kVecs - 1 ? tail.at : v * Stored::kElements;
+      q[r][v] = Stored::load_query(query + r * kVecs * Stored::kElements + at);
+    }
+  }
   while (keys.count > 0) {
     const FewQueryRows::Even some = keys.take_even(keys.count);
     const RowRun run = some.rows;
@@ -200,9 +206,18 @@ void few_query_narrow_score_rows(const typename Stored::Query* query, FewQueryRo
       for (int j = 0; j < Tile::kKeys; ++j) {  // past the end the last key is repeated
         const char* at = run.first + (key + smaller(j, n - 1)) * run.step;
         const auto* row = reinterpret_cast<const typename Stored::Element*>(at);
-        const auto k = kPart ? tail.load(row) : Stored::load(row);
         SELFATTN_UNROLL
-        for (int r = 0; r < kRows; ++r) sums[r][j] = Stored::multiply_add(k, q[r], S::set(T(0)));
+        for (int r = 0; r < kRows; ++r) sums[r][j] = S::set(T(0));
+        SELFATTN_UNROLL
+        for (int v = 0; v < kVecs; ++v) {
+          const bool last_of_row = kPart && v == kVecs - 1;
+          const auto k = last_of_row ? tail.load(row) : Stored::load(row + v * Stored::kElements);
+          SELFATTN_UNROLL
+          for (int r = 0; r < kRows; ++r) {
+            const auto sum = Stored::multiply_add(k, q[r][v], sums[r][j]);
+            sums[r][j] = last_of_row && kVecs > 1 ? tail.chosen(sum, sums[r][j]) : sum;
+          }
+        }
       }
       SELFATTN_UNROLL
       for (int g = 0; g < Tile::kGroups; ++g) {
@@ -222,16 +237,37 @@ template <class T, int kRows, class Stored>
 void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
                           T* s, int64_t row_step, int64_t key_step) {
   constexpr int kKeys = kFewQueryTile<T> / kRows;
+  constexpr int64_t kVec = Stored::kElements;
   if constexpr (kRows <= 4) {
-    if (head_dim == Stored::kElements) {
-      return few_query_narrow_score_rows<T, kRows, false, Stored>(query, keys, head_dim, s, row_step,
-                                                                  key_step);
+    if (head_dim == kVec) {
+      return few_query_narrow_score_rows<T, kRows, 1, false, Stored>(query, keys, head_dim, s, row_step,
+                                                                     key_step);
     }
     if constexpr (Simd<T>::kLoadsParts) {
-      if (head_dim < Stored::kElements && head_dim > 0) {
-        return few_query_narrow_score_rows<T, kRows, true, Stored>(query, keys, head_dim, s, row_step,
-                                                                   key_step);
+      if (head_dim < kVec && head_dim > 0) {
+        return few_query_narrow_score_rows<T, kRows, 1, true, Stored>(query, keys, head_dim, s, row_step,
+                                                                      key_step);
       }
+    }
+  }
+  if constexpr (kRows == 1) {
+    if (head_dim == 3 * kVec) {
+      return few_query_narrow_score_rows<T, kRows, 3, false, Stored>(query, keys, head_dim, s, row_step,
+                                                                     key_step);
+    }
+    if (head_dim > 2 * kVec && head_dim < 3 * kVec) {
+      return few_query_narrow_score_rows<T, kRows, 3, true, Stored>(query, keys, head_dim, s, row_step,
+                                                                    key_step);
+    }
+  }
+  if constexpr (kRows <= 2) {
+    if (head_dim == 2 * kVec) {
+      return few_query_narrow_score_rows<T, kRows, 2, false, Stored>(query, keys, head_dim, s, row_step,
+                                                                     key_step);
+    }
+    if (head_dim > kVec && head_dim < 2 * kVec) {
+      return few_query_narrow_score_rows<T, kRows, 2, true, Stored>(query, keys, head_dim, s, row_step,
+                                                                    key_step);
     }
   }
   if constexpr (kKeys > 1 && kKeys <= 4) {

@@ -27,19 +27,22 @@ struct FewQueryValues {
   }
 };
 
-// Sums kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, for kRows rows.
+// Sums kVecs vectors of columns from `at` on for kRows rows. With kTail the last of them is the tail, whose
+// fresh lanes count.
 template <class T, class Stored, int kRows, int kVecs, bool kTail>
 SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t row,
                                           const FewQueryRows::Even& values, int64_t at,
                                           const RowTail<T, Stored>& tail) {
   using S = Simd<T>;
   using Element = typename Stored::Element;
-  T* sums_at = a.sums + row * a.ld_sums + at;
+  constexpr auto is_tail = [](int v) { return kTail && v == kVecs - 1; };
+  const auto column = [&](int v) { return is_tail(v) ? tail.at : at + v * S::kWidth; };
+  T* sums_at = a.sums + row * a.ld_sums;
   typename S::Vec sums[kRows][kVecs];
   SELFATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
     SELFATTN_UNROLL
-    for (int v = 0; v < kVecs; ++v) sums[r][v] = S::load(sums_at + r * a.ld_sums + v * S::kWidth);
+    for (int v = 0; v < kVecs; ++v) sums[r][v] = S::load(sums_at + r * a.ld_sums + column(v));
   }
   const T* weights = a.weights + row * a.ld;
   const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
@@ -55,7 +58,7 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
     typename S::Vec x[kVecs];
     SELFATTN_UNROLL
     for (int v = 0; v < kVecs; ++v) {
-      if constexpr (kTail) {
+      if (is_tail(v)) {
         x[v] = tail.load(value);
       } else {
         x[v] = Stored::load(value + at + v * S::kWidth);
@@ -73,8 +76,8 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
   for (int r = 0; r < kRows; ++r) {
     SELFATTN_UNROLL
     for (int v = 0; v < kVecs; ++v) {
-      T* to = sums_at + r * a.ld_sums + v * S::kWidth;
-      S::store(to, kTail ? tail.chosen(sums[r][v], S::load(to)) : sums[r][v]);
+      T* to = sums_at + r * a.ld_sums + column(v);
+      S::store(to, is_tail(v) ? tail.chosen(sums[r][v], S::load(to)) : sums[r][v]);
     }
   }
 }
@@ -104,8 +107,14 @@ struct FewQueryColumns {
     int64_t at = tiles<kRows, kVecs>(a, row, values, 0);
     if constexpr (kVecs > 4) at = tiles<kRows, 4>(a, row, values, at);
     if constexpr (kVecs > 2) at = tiles<kRows, 2>(a, row, values, at);
-    if constexpr (kVecs > 1) at = tiles<kRows, 1>(a, row, values, at);
-    if (tail.any()) few_query_value_tile<T, Stored, kRows, 1, true>(a, row, values, tail.at, tail);
+    if constexpr (kVecs > 1) {
+      if (at < tail.whole && tail.any()) {
+        // Both at once, because a key waits for the sums of the one before.
+        return few_query_value_tile<T, Stored, kRows, 2, true>(a, row, values, at, tail);
+      }
+      at = tiles<kRows, 1>(a, row, values, at);
+    }
+    if (tail.any()) few_query_value_tile<T, Stored, kRows, 1, true>(a, row, values, at, tail);
   }
 };
 

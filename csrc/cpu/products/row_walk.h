@@ -214,7 +214,7 @@ class RowsAhead {
   bool ended() const { return rows_.ended(); }
   int64_t even() const { return rows_.even(); }
   RowRun take(int64_t n) {
-    for (left_ -= n; left_ <= 0; left_ += rows_of_page_) next_page();
+    for (left_ -= n; left_ <= 0;) left_ += next_page();
     return rows_.take(n);
   }
   // See RowWalk::Steps.
@@ -223,10 +223,7 @@ class RowsAhead {
     explicit SELFATTN_INLINE Steps(RowsAhead& ahead)
         : ahead_(ahead), rows_(ahead.rows_), left_(ahead.left_) {}
     SELFATTN_INLINE const char* next() {
-      if (--left_ == 0) {
-        ahead_.next_page();
-        left_ = ahead_.rows_of_page_;
-      }
+      if (--left_ == 0) left_ = ahead_.next_page();
       return rows_.next();
     }
 
@@ -242,9 +239,12 @@ class RowsAhead {
   RowWalk rows_, pages_;
   int64_t rows_of_page_ = 1, left_;  // left_: until the next page is prefetched
 
-  SELFATTN_OUT_OF_LINE void next_page() {
+  // Returns the number of rows until the next one.
+  SELFATTN_OUT_OF_LINE int64_t next_page() {
+    if (pages_.ended()) return INT64_MAX / 2;
     fetch_ahead(pages_.next());
     pages_.skip(rows_of_page_ - 1);
+    return rows_of_page_;
   }
 };
 
