@@ -61,12 +61,13 @@ cpu::ThreadPool thread_pool(double nanoseconds) {
 
 double nanoseconds_of(const AttentionParams& p) {
   // A query's own cost; that of a byte of a key or a value when a query meets it, and when it is loaded.
-  constexpr double kQuery = 16, kMet = 1.0 / 256, kLoaded = 3.0 / 256;
+  constexpr double kQuery = 16, kMet = 1.0 / 256, kLoaded = 3.0 / 256, kLine = 64;
   const double scores = count_of_scores(p);
-  const double row_bytes = static_cast<double>((p.head_dim + p.value_dim) * size_of(p.dtype));
   const double queries = static_cast<double>(larger(p.queries, 1));
-  return static_cast<double>(p.batch * p.heads * p.queries) * kQuery +
-         scores * row_bytes * (kMet + kLoaded / queries);
+  const auto bytes = [&](int64_t columns) { return static_cast<double>(columns * size_of(p.dtype)); };
+  const double key = bytes(p.head_dim), value = bytes(p.value_dim);
+  return static_cast<double>(p.batch * p.heads * p.queries) * kQuery + scores * (key + value) * kMet +
+         scores / queries * (larger(key, kLine) + larger(value, kLine)) * kLoaded;
 }
 
 }  // namespace selfattn::ops
