@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DTYPES, Case, check, normal
-from comparisons import assert_same
+from comparisons import Results, assert_same, results_of
 
 from selfattn_ext import attention_with_kvcache, scaled_dot_product_attention, varlen_attention
 
@@ -65,19 +65,69 @@ def test_a_row_has_its_own_bits(isa: str, dtype: torch.dtype) -> None:
         assert_same(paged[0].transpose(0, 1), alone, f"sequence {b} in pages")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_have_the_bits_of_the_general_way(isa: str, dtype: torch.dtype) -> None:
+    """That way is taken by calls whose heads share keys, and by those that want more gradients."""
+    queries, keys = (1, 2, 0, 4, 3, 0, 1), (1, 16, 3, 5, 0, 0, 17)
+    query, incoming = (normal(sum(queries), 4, 24, dtype=dtype, seed=seed) for seed in (1, 4))
+    key, value = (normal(sum(keys), 2, 24, dtype=dtype, seed=seed) for seed in (2, 3))
+    starts = [torch.tensor([0, *counts]).cumsum(0) for counts in (queries, keys)]
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    packing = dict(zip(names, (*starts, max(queries), max(keys)), strict=True))
+    packed = results_of(varlen_attention, (query, key, value), incoming, enable_gqa=True, **packing)
+    for b, (first, first_key) in enumerate(zip(*starts, strict=True)):
+        if b == len(queries):
+            break
+        of_queries, of_keys = slice(first, first + queries[b]), slice(first_key, first_key + keys[b])
+        parts = [tensor.transpose(0, 1).unsqueeze(0) for tensor in
+                 (query[of_queries], key[of_keys], value[of_keys], incoming[of_queries])]  # fmt: skip
+        alone = results_of(scaled_dot_product_attention, parts[:3], parts[3], enable_gqa=True)
+        for name, one in alone.items():
+            rows = of_queries if name in ("out", "grad of query") else of_keys
+            assert_same(packed[name][rows], one[0].transpose(0, 1), f"{name} of sequence {b}")
+    for count in (1, 3, 7):
+        tensors = [normal(3, 2, rows, 20, dtype=dtype, seed=rows) for rows in (3, count, count)]
+        incoming = normal(3, 2, 3, 20, dtype=dtype, seed=5)
+        mask, sinks = normal(3, count, dtype=dtype, seed=6), normal(2, dtype=tensors[0].dtype, seed=7)
+        plain, more = (
+            results_of(
+                scaled_dot_product_attention,
+                tensors,
+                incoming,
+                attn_mask=mask.requires_grad_(wanted),
+                sinks=sinks,
+            )
+            for wanted in (False, True)
+        )
+        assert_same(more, plain, f"{count} keys")
+
+
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_hidden_junk_changes_nothing(isa: str, junk: float) -> None:
     query, key, value = (normal(2, 3, rows, 20, seed=rows) for rows in (2, 9, 9))
     shown = torch.ones(2, 9, dtype=torch.bool)
     shown[:, 4] = False
     shown[1, :7] = False
-    plain = scaled_dot_product_attention(query, key, value, shown)
+    incoming = normal(2, 3, 2, 20, seed=1)
+
+    def results() -> Results:
+        return results_of(scaled_dot_product_attention, (query, key, value), incoming, attn_mask=shown)
+
+    plain = results()
     for tensor in (key, value):
         kept = tensor[0, 1, 4].clone()
         tensor[0, 1, 4] = junk
-        assert_same(scaled_dot_product_attention(query, key, value, shown), plain, "hidden from all")
+        assert_same(results(), plain, "hidden from all")
         tensor[0, 1, 4] = kept
     value[0, 1, 2] = junk
-    found = scaled_dot_product_attention(query, key, value, shown)
-    assert_same(found[0, 1, 1], plain[0, 1, 1], "hidden from this query")
-    assert not bool(found[0, 1, 0].isfinite().any())
+    found = results()
+    for name in ("out", "grad of query"):
+        assert_same(found[name][0, 1, 1], plain[name][0, 1, 1], f"{name}, hidden from this query")
+        assert not bool(found[name][0, 1, 0].isfinite().any())
+    assert_same(found["grad of value"], plain["grad of value"], "weights do not depend on values")
+    value[0, 1, 2] = 0
+    plain = results()
+    query[0, 1, 0] = incoming[0, 1, 1] = junk
+    found = results()
+    for name in ("grad of key", "grad of value"):
+        assert_same(found[name][0, 1, 4], plain[name][0, 1, 4], f"{name}, hidden from these queries")

@@ -375,26 +375,4 @@ void backward_pass(const AttentionParams& p, const BackwardArguments& a, const T
   if (a.grad_mask.data != nullptr && !MaskSum<P>::takes(a)) mask_gradient<P>(p, a, pool);
 }
 
-// The backward in T itself, of few queries and of many. Strips go first, because the pass of a mask that
-// elements share adds to what others have stored.
-template <class T>
-void direct_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  const int64_t few = most_in_backward(p);
-  if (p.sequences.any()) {
-    AttentionParams some = p;
-    some.sequences.least_queries = larger(p.sequences.least_queries, few + 1);
-    backward_sequences<T>(some, a, pool);
-    some.sequences = p.sequences;
-    some.sequences.most_queries = smaller(p.sequences.most_queries, few);
-    const auto calls = element_calls(some, a, 0, few);
-    few_query_backward<T>(calls, pool);
-    if (a.grad_mask.data != nullptr) mask_gradient<T>(some, a, calls, pool);
-  } else if (p.queries <= few) {
-    few_query_backward<T>(p, a, pool);
-    if (a.grad_mask.data != nullptr) mask_gradient<T>(p, a, pool);
-  } else {
-    backward_pass<T>(p, a, pool);
-  }
-}
-
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -12,10 +12,43 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // So many keys are very few. Beyond, several rows should share what is loaded of a key, as decode.h does it.
 constexpr int64_t kFewKeys = 16;
 
+// Multiplies a row of queries by kAtOnce keys at a time, with the bits of few_query_scores.
+template <class T, class Stored, int kAtOnce>
+void few_key_scores_by(const T* query, const RowRun& keys, const RowTail<T, Stored>& tail, T* scores) {
+  using S = Simd<T>;
+  const typename Stored::Element* rows[kAtOnce];
+  for (int64_t key = 0; key < keys.rows; key += kAtOnce) {
+    for (int j = 0; j < kAtOnce; ++j) {  // past the end the last key is repeated
+      rows[j] = reinterpret_cast<const typename Stored::Element*>(
+          keys.first + smaller(key + j, keys.rows - 1) * keys.step);
+    }
+    typename S::Vec sums[1][kAtOnce];
+    few_query_dots<T, Stored, 1, kAtOnce>(query, 0, rows, rows, 1, tail, sums);
+    sum_lanes<T, kAtOnce>(sums[0]);
+    auto sum = sums[0][0];
+    SELFATTN_UNROLL
+    for (int i = kAtOnce; i < S::kWidth; i *= 2) {
+      sum = S::add(S::interleave_low(sum, sum), S::interleave_high(sum, sum));
+    }
+    T lanes[S::kWidth];
+    S::store(lanes, sum);
+    for (int j = 0; j < kAtOnce && key + j < keys.rows; ++j) scores[key + j] = lanes[j * S::kWidth / kAtOnce];
+  }
+}
+
+template <class T, class Stored>
+SELFATTN_INLINE void few_key_scores(const T* query, const RowRun& keys, const RowTail<T, Stored>& tail,
+                                    T* scores) {
+  if (keys.rows == 1) {
+    few_key_scores_by<T, Stored, 1>(query, keys, tail, scores);
+  } else {
+    few_key_scores_by<T, Stored, smaller(Simd<T>::kWidth, 4)>(query, keys, tail, scores);
+  }
+}
+
 template <class T, class Stored>
 struct FewKeysTask {
   using S = Simd<T>;
-  using Element = typename Stored::Element;
 
   static constexpr int64_t kBlock = S::kWidth;  // rows that share a softmax
   static constexpr int64_t kItem = 2 * kBlock;  // rows of an item; with fewer, claiming it would show
@@ -114,11 +147,7 @@ struct FewKeysTask {
     const void* query = element(call.p.query.data, p.dtype, call.p.query.offset(at.batch, at.head, at.query));
     load_padded_row<T>(s.query, query, p.dtype, p.head_dim, static_cast<T>(p.scale));
     call.for_each_run(call.p.key, at, [&](const RowRun& keys, int64_t key) {
-      if (keys.rows == 1) {
-        add_scores<1>(s.query, keys, scores + key);
-      } else {
-        add_scores<smaller(S::kWidth, 4)>(s.query, keys, scores + key);
-      }
+      few_key_scores<T, Stored>(s.query, keys, key_tail, scores + key);
     });
     const int64_t keys = call.p.keys;
     if (changes_scores) {
@@ -131,29 +160,6 @@ struct FewKeysTask {
     mark_visible_row<T>(keys, scores, block.visible[r]);
     // An attention sink is a score without a value.
     block.row_max[r] = p.sinks.data != nullptr ? head_scalar<T>(call.p.sinks, at.batch, at.head) : kNothing;
-  }
-
-  // Multiplies a row of queries by kAtOnce keys at a time, with the bits of few_query_scores.
-  template <int kAtOnce>
-  void add_scores(const T* query, const RowRun& keys, T* scores) const {
-    const Element* rows[kAtOnce];
-    for (int64_t key = 0; key < keys.rows; key += kAtOnce) {
-      for (int j = 0; j < kAtOnce; ++j) {  // past the end the last key is repeated
-        rows[j] = reinterpret_cast<const Element*>(keys.first + smaller(key + j, keys.rows - 1) * keys.step);
-      }
-      typename S::Vec sums[1][kAtOnce];
-      few_query_dots<T, Stored, 1, kAtOnce>(query, 0, rows, rows, 1, key_tail, sums);
-      sum_lanes<T, kAtOnce>(sums[0]);
-      auto sum = sums[0][0];
-      SELFATTN_UNROLL
-      for (int i = kAtOnce; i < S::kWidth; i *= 2) {
-        sum = S::add(S::interleave_low(sum, sum), S::interleave_high(sum, sum));
-      }
-      T lanes[S::kWidth];
-      S::store(lanes, sum);
-      for (int j = 0; j < kAtOnce && key + j < keys.rows; ++j)
-        scores[key + j] = lanes[j * S::kWidth / kAtOnce];
-    }
   }
 
   // Turns scores into unnormalised weights, with a row in each lane.

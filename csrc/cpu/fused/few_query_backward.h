@@ -30,6 +30,54 @@ inline int64_t most_in_backward(const AttentionParams& p) {
                                                                                         : -1;
 }
 
+// What the gradient of a row's softmax needs; see GradientStrip.
+template <class T>
+struct GradientRow {
+  T row_max, inverse_sum, delta;
+};
+
+// Loads a row of queries and of dO, padded; `out` and `residual` are room for such a row. With kv heads in
+// several chunks, one of them stores the gradient of the row's sink.
+template <class T>
+GradientRow<T> load_gradient_row(const AttentionParams& p, const BackwardArguments& a, const DecodeRow& at,
+                                 bool stores_sink, T* query, T* grad_out, T* out, T* residual) {
+  using S = Simd<T>;
+  const auto load = [&](T* to, const View& view, int64_t columns, T factor) {
+    load_padded_row<T>(to, element(view.data, p.dtype, view.offset(at.batch, at.head, at.query)), p.dtype,
+                       columns, factor);
+  };
+  load(query, p.query, p.head_dim, static_cast<T>(p.scale));
+  load(grad_out, a.grad_out, p.value_dim, T(1));
+  load(out, a.out, p.value_dim, T(1));
+  if (a.out_residual.data != nullptr) {
+    load(residual, a.out_residual, p.value_dim, T(1));
+    for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
+      S::store(out + e, S::add(S::load(out + e), S::load(residual + e)));
+    }
+  }
+  const int64_t index = p.row(at.batch, at.head, at.query);
+  const T most = static_cast<const T*>(a.row_max)[index], sum = static_cast<const T*>(a.row_sum)[index];
+  GradientRow<T> row{most == -std::numeric_limits<T>::infinity() ? T(0) : most,
+                     sum == T(0) ? T(0) : T(1) / sum, few_query_dot<T>(grad_out, out, p.value_dim)};
+  if (a.grad_row != nullptr) row.delta += static_cast<const T*>(a.grad_row)[index];
+  if (stores_sink && a.grad_sinks_rows != nullptr) {
+    static_cast<T*>(a.grad_sinks_rows)[index] =
+        sink_gradient<T>(head_scalar<T>(p.sinks, at.batch, at.head), row.row_max, row.inverse_sum, row.delta);
+  }
+  return row;
+}
+
+// Turns scores into weights. If a row's sum is NaN, its hidden keys keep weights of 0.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec normalised_weight(typename Simd<T>::Vec score,
+                                                        typename Simd<T>::Vec shift,
+                                                        typename Simd<T>::Vec inverse) {
+  using S = Simd<T>;
+  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
+  return S::select(S::equal(score, hidden), S::set(T(0)),
+                   S::mul(exp_nonpositive<T>(S::sub(score, shift)), inverse));
+}
+
 template <class T>
 struct FewQueryBackwardTask {
   using S = Simd<T>;
@@ -130,33 +178,13 @@ struct FewQueryBackwardTask {
     return {item.batch, item.kv_head * group + index / p.queries, index % p.queries};
   }
 
-  // Loads a row of queries and of dO, and what the softmax's gradient needs of them; see GradientStrip.
   void load_row_of_queries(const Item& item, int64_t r, Scratch& s) const {
-    const DecodeRow at = row(item, r);
-    const auto load = [&](T* to, const View& view, int64_t columns, T factor) {
-      load_padded_row<T>(to, element(view.data, p.dtype, view.offset(at.batch, at.head, at.query)), p.dtype,
-                         columns, factor);
-    };
-    T* const grad_out = s.grad_out + r * value_stride;
-    load(s.query + r * query_stride, p.query, p.head_dim, static_cast<T>(p.scale));
-    load(grad_out, a.grad_out, p.value_dim, T(1));
-    load(s.out, a.out, p.value_dim, T(1));
-    if (a.out_residual.data != nullptr) {
-      load(s.residual, a.out_residual, p.value_dim, T(1));
-      for (int64_t e = 0; e < value_stride; e += S::kWidth) {
-        S::store(s.out + e, S::add(S::load(s.out + e), S::load(s.residual + e)));
-      }
-    }
-    const int64_t index = p.row(at.batch, at.head, at.query);
-    const T most = static_cast<const T*>(a.row_max)[index], sum = static_cast<const T*>(a.row_sum)[index];
-    s.row_max[r] = most == -std::numeric_limits<T>::infinity() ? T(0) : most;
-    s.inverse_sum[r] = sum == T(0) ? T(0) : T(1) / sum;
-    s.delta[r] = few_query_dot<T>(grad_out, s.out, p.value_dim);
-    if (a.grad_row != nullptr) s.delta[r] += static_cast<const T*>(a.grad_row)[index];
-    if (item.chunk == 0 && a.grad_sinks_rows != nullptr) {
-      static_cast<T*>(a.grad_sinks_rows)[index] = sink_gradient<T>(
-          head_scalar<T>(p.sinks, at.batch, at.head), s.row_max[r], s.inverse_sum[r], s.delta[r]);
-    }
+    const GradientRow<T> of_row =
+        load_gradient_row<T>(p, a, row(item, r), item.chunk == 0, s.query + r * query_stride,
+                             s.grad_out + r * value_stride, s.out, s.residual);
+    s.row_max[r] = of_row.row_max;
+    s.inverse_sum[r] = of_row.inverse_sum;
+    s.delta[r] = of_row.delta;
   }
 
   // Adds the item's keys to dQ, and stores their gradients. Returns whether all sums are finite.
@@ -247,13 +275,10 @@ struct FewQueryBackwardTask {
       drop_row<T>(p.dropout, at, key, keys, s.keep);
     }
     const auto shift = S::set(s.row_max[r]), inverse = S::set(s.inverse_sum[r]), delta = S::set(s.delta[r]);
-    const auto zero = S::set(T(0)), hidden = S::set(-std::numeric_limits<T>::infinity());
+    const auto zero = S::set(T(0));
     auto slope = S::set(T(0));
     for (int64_t j = 0; j < keys; j += S::kWidth) {
-      const auto score = S::load(weights + j);
-      // If a row's sum is NaN, its hidden keys keep weights of 0.
-      const auto weight =
-          S::select(S::equal(score, hidden), zero, S::mul(exp_nonpositive<T>(S::sub(score, shift)), inverse));
+      const auto weight = normalised_weight<T>(S::load(weights + j), shift, inverse);
       auto weight_grad = S::load(grad + j);
       if (drops) weight_grad = S::mul(weight_grad, S::load(s.keep + j));
       auto score_grad = score_gradient<T>(weight, weight_grad, delta);

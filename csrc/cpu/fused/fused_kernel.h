@@ -4,6 +4,7 @@
 #include "backward.h"
 #include "backward_backward.h"
 #include "captured_gradient.h"
+#include "few_keys_backward.h"
 #include "forward.h"
 #include "jvp.h"
 #include "masked_softmax.h"
@@ -11,6 +12,34 @@
 #include "weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
+
+// The backward in T itself, of few queries and of many. Strips go first, because the pass of a mask that
+// elements share adds to what others have stored.
+template <class T>
+void direct_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  const int64_t few = most_in_backward(p);
+  const bool few_keys = few >= 0 && takes_few_keys(p, a);
+  if (p.sequences.any()) {
+    AttentionParams some = p;
+    some.sequences.least_queries = larger(p.sequences.least_queries, few + 1);
+    backward_sequences<T>(some, a, pool);
+    some.sequences = p.sequences;
+    some.sequences.most_queries = smaller(p.sequences.most_queries, few);
+    if (few_keys) {
+      few_keys_backward<T>(p, a, few, pool);
+      some.sequences.least_keys = kFewKeys + 1;
+    }
+    const auto calls = element_calls(some, a, 0, few);
+    few_query_backward<T>(calls, pool);
+    if (a.grad_mask.data != nullptr) mask_gradient<T>(some, a, calls, pool);
+  } else if (p.queries <= few) {
+    if (few_keys && has_few_pairs(p)) return few_keys_backward<T>(p, a, few, pool);
+    few_query_backward<T>(p, a, pool);
+    if (a.grad_mask.data != nullptr) mask_gradient<T>(p, a, pool);
+  } else {
+    backward_pass<T>(p, a, pool);
+  }
+}
 
 // The entry point of two instances of a pass: the call's accumulation type chooses one.
 template <auto kDouble, auto kFloat, class Params, class... Arguments>
