@@ -21,7 +21,7 @@ using test::tolerance;
 TEST(attention_agrees_with_the_loops_in_float64) {
   const Shape shapes[] = {{1, 1, 1, 1, 1, 1, 1},     {2, 4, 2, 17, 35, 7, 5},   {1, 2, 1, 3, 70, 16, 24},
                           {1, 2, 2, 65, 67, 33, 16}, {1, 1, 1, 1, 129, 64, 64}, {1, 2, 1, 48, 9, 0, 3},
-                          {1, 2, 1, 5, 6, 4, 0}};
+                          {1, 2, 1, 5, 6, 4, 0},     {3, 4, 2, 2, 5, 17, 9}};
   const cpu::ThreadPool pool = test::thread_pool(2);
   for (const Shape& shape : shapes) {
     for (const DType dtype : test::kDTypes) {
