@@ -183,6 +183,7 @@ void few_query_narrow_score_rows(const typename Stored::Query* query, FewQueryRo
                                  T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
   using Tile = FewQueryTile<T, kRows>;
+  constexpr int kLines = (kVecs + kVecsOfLine<Stored> - 1) / kVecsOfLine<Stored>;  // of a row
   const RowTail<T, Stored> tail(head_dim);
   decltype(Stored::load_query(nullptr)) q[kRows][kVecs];
   SELFATTN_UNROLL
@@ -200,7 +201,10 @@ void few_query_narrow_score_rows(const typename Stored::Query* query, FewQueryRo
     for (int64_t key = 0; key < run.rows; key += Tile::kKeys) {
       const int64_t n = smaller(run.rows - key, Tile::kKeys);
       const char* soon = some.soon.first + key * some.soon.step;
-      for (int64_t at = 0; at < soon_bytes; at += line_step) fetch_ahead(soon + at);
+      for (int64_t at = 0; at < soon_bytes; at += line_step) {
+        SELFATTN_UNROLL
+        for (int line = 0; line < kLines; ++line) fetch_ahead(soon + at + line * kLine);
+      }
       typename S::Vec sums[kRows][Tile::kKeys], of_keys[Tile::kGroups * Tile::kKeys];
       SELFATTN_UNROLL
       for (int j = 0; j < Tile::kKeys; ++j) {  // past the end the last key is repeated
