@@ -60,16 +60,17 @@ cpu::ThreadPool thread_pool(double nanoseconds) {
 }
 
 double nanoseconds_of(const AttentionParams& p) {
-  // The own cost of a query and of a sequence; that of a byte of a key or a value when a query meets it, and
-  // when it is loaded.
-  constexpr double kQuery = 16, kSequence = 100, kMet = 1.0 / 256, kLoaded = 3.0 / 256, kLine = 64;
+  // The own cost of a query, of a sequence and of a score; that of a byte of a key or a value when a query
+  // meets it, and when it is loaded.
+  constexpr double kQuery = 16, kSequence = 100, kScore = 1, kMet = 1.0 / 256, kLoaded = 3.0 / 256,
+                   kLine = 64;
   const double scores = count_of_scores(p);
   const double queries = static_cast<double>(larger(p.queries, 1));
   const auto bytes = [&](int64_t columns) { return static_cast<double>(columns * size_of(p.dtype)); };
   const double key = bytes(p.head_dim), value = bytes(p.value_dim);
   return static_cast<double>(p.batch * p.heads * p.queries) * kQuery +
          (p.sequences.any() ? static_cast<double>(p.batch) * kSequence : 0.0) +
-         scores * (key + value) * kMet +
+         scores * larger(kScore, (key + value) * kMet) +
          scores / queries * (larger(key, kLine) + larger(value, kLine)) * kLoaded;
 }
 
