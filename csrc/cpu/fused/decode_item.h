@@ -17,8 +17,8 @@ constexpr int64_t kDecodeBlock = 512;
 // It takes several heads, too, if they have very few keys, as an item's own cost would show.
 inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.key.stride[2]; }
 
-// With so few keys, or bytes of the keys of an only head, a prefetch comes too late to help, and where it is
-// to begin takes longer to find out than the products themselves.
+// With so few keys, or if the keys of an item's only head have so few bytes, a prefetch comes too late to
+// help: finding out where it is to begin takes longer than the products themselves.
 constexpr int64_t kVeryFewKeys = 32, kVeryFewBytes = 8192;
 
 // Returns the keys of a step, a multiple of `unit`; 0 if heads are as fast one by one.

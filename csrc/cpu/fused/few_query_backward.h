@@ -30,7 +30,7 @@ inline int64_t most_in_backward(const AttentionParams& p) {
                                                                                         : -1;
 }
 
-// What the gradient of a row's softmax needs; see GradientStrip.
+// This is what the gradient of a row's softmax needs; see GradientStrip.
 template <class T>
 struct GradientRow {
   T row_max, inverse_sum, delta;
