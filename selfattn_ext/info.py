@@ -112,10 +112,11 @@ def report() -> dict[str, Any]:
 def _choices() -> dict[str, Any]:
     """Returns which kernels calls on the CPU take, or why none can be chosen."""
     probe = torch.zeros(1, 1, 8, 64)
+    rounded = probe.bfloat16()
     try:
         chosen = {
             "float32": asdict(backends.explain(probe, probe, probe)),
-            "bfloat16": asdict(backends.explain(*[probe.bfloat16()] * 3)),
+            "bfloat16": asdict(backends.explain(rounded, rounded, rounded)),
         }
     except ValueError as error:
         return {"chosen": {}, "problem": describe(error)}
@@ -158,7 +159,10 @@ def text(found: dict[str, Any]) -> str:
             "variables",
             " ".join(f"{name}={value}" for name, value in found["environment"].items()) or "none set",
         ),
-        ("extras", ", ".join(f"{name} {has}" if has else f"no {name}" for name, has in found["extras"].items())),
+        (
+            "extras",
+            ", ".join(f"{name} {has}" if has else f"no {name}" for name, has in found["extras"].items()),
+        ),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join([*(f"{name.ljust(width)}  {value}" for name, value in lines), "", *_kernel_lines(found)])

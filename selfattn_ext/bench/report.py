@@ -152,8 +152,9 @@ def _summary(rows: Sequence[Row], peer: str) -> str:
     where = f"{row.case.dtype_name} {row.case.shape} {row.case.options()} {row.case.direction}".replace(
         "  ", " "
     )
+    faster = sum(ratio > 1 for ratio, _ in found)
     return (
-        f"{peer} / ours: median {middle:.2f} of {len(found)} rows, over 1 in {sum(r > 1 for r, _ in found)};\n"
+        f"{peer} / ours: median {middle:.2f} of {len(found)} rows, over 1 in {faster};\n"
         f"  lowest {lowest:.2f} ({where}, {row.threads} threads)"
     )
 

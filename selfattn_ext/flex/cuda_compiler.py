@@ -91,7 +91,9 @@ def _code_of(headers: Headers, key: str, kernel: str, capability: int) -> list[b
     if len(code) < len(names):
         own = {"selfattn_function_arguments.h": headers.arguments, "selfattn_function.h": headers.function}
         options = [*_OPTIONS, f"--include-path={sources.root()}"]
-        with waiting("selfattn_ext: compiling a CUDA kernel with a function of scores, once for all processes"):
+        with waiting(
+            "selfattn_ext: compiling a CUDA kernel with a function of scores, once for all processes"
+        ):
             headers_in_text = {**_standard_headers(), **own}
             code = [*nvrtc.compile_kernel(_TEXT, kernel, capability, headers_in_text, options)]
         with contextlib.suppress(OSError):  # another process then compiles it again

@@ -336,7 +336,8 @@ def _row(ratio: float, case: Case = SMALL) -> Row:
 def test_the_summary_names_median_and_lowest_ratio() -> None:
     text = report.text([_row(2.0), _row(0.5, replace(SMALL, causal=True)), _row(3.0)])
     assert (
-        "torch / ours: median 2.00 of 3 rows, over 1 in 2;\n  lowest 0.50 (float32 (2, 4, 70, 16) causal" in text
+        "torch / ours: median 2.00 of 3 rows, over 1 in 2;\n  lowest 0.50 (float32 (2, 4, 70, 16) causal"
+        in text
     )
 
 

@@ -95,7 +95,7 @@ def test_a_library_that_does_not_load_is_one_message(
 
 
 def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> int:
+    def interrupt(as_json: bool) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(info, "run", interrupt)

@@ -164,13 +164,13 @@ class TestWaiting:
 class TestCommands:
     @pytest.fixture(autouse=True)
     def _one_case(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        case = check.cases(0)[0]
+        (case,) = (case for case in check.cases(0) if case.name == "cache in pages, one token")
         monkeypatch.setattr(check, "cases", lambda seed: [case])
 
     def test_check_redraws_a_bar_on_a_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = on_a_terminal(lambda: main(["check"]), monkeypatch).split("\r")
         assert drawn[1].startswith("checking [......")
-        assert re.match(r"checking \[#+\] 4/4  in \d:\d\d  plain", drawn[-2])
+        assert re.match(r"checking \[#+\] 4/4  in \d:\d\d  cache in pages", drawn[-2])
         assert drawn[-1] == "\n"  # the terminal's driver writes \r\n
 
     def test_quiet_commands_print_results_alone(self, capsys: pytest.CaptureFixture[str]) -> None:

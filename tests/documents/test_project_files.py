@@ -1,4 +1,7 @@
-"""What hosts and tools read of the project: workflows, templates, citation, hooks. make lint has their schemas."""
+"""What hosts and tools read of the project: workflows, templates, citation, hooks.
+
+make lint compares them with their schemas.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ PINNED = re.compile(r'"([\w-]+)==([\w.]+)"')
 
 
 def test_hooks_before_a_commit_have_the_versions_of_make_lint() -> None:
-    extra = re.search(r"^lint = \[(.*?)^?\]", text_of("pyproject.toml"), re.M | re.S)
+    extra = re.search(r"^lint = \[(.*?)\]", text_of("pyproject.toml"), re.M | re.S)
     assert extra is not None
     wanted = dict(PINNED.findall(extra[1]))
     hooks = text_of(".pre-commit-config.yaml")
