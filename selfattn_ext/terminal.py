@@ -122,13 +122,13 @@ class Progress:
         self._line = line
 
 
-#: The seconds after which :func:`waiting` says something.
-PATIENCE = 2.0
+#: The seconds after which :func:`waiting` says something, and :class:`Progress` estimates.
+PATIENCE = 1.0
 
 
 @contextlib.contextmanager
 def waiting(what: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Says what the block does if that takes longer than two seconds, for work that has no parts to count.
+    """Says what the block does if that takes longer than a second, for work that has no parts to count.
 
     On a terminal one line of stderr shows the seconds so far. Elsewhere it is one plain line. Nothing is
     written where :func:`is_quiet`.
@@ -167,7 +167,9 @@ def _duration(spent: float, done: int, total: int, most: float) -> str:
     """Returns the time that the work took, or the time that is left if all parts take about as long."""
     if done >= total:
         return f"in {_clock(spent)}"
-    return f"{_clock(min(most, spent / done * (total - done)))} left" if done > 0 else ""
+    if done == 0 or spent < PATIENCE:
+        return ""
+    return f"{_clock(min(most, spent / done * (total - done)))} left"
 
 
 def _clock(seconds: float) -> str:

@@ -22,10 +22,10 @@ SCHEMA = 3
 _LEGEND = (
     "ms: median of interleaved runs; f+b is forward and backward.\n"
     "/ ours: median over the rounds of peer time / our time; above 1 we are faster.\n"
-    "our speed: operations of the products, or bytes of query, key and value where reading is the\n"
-    "limit.\n"
-    "of peak: the time that the machine needs at least over ours. The limit is named: the\n"
-    "multiply-adds of an instruction set, or reading memory, both as measured in this run.\n"
+    "our speed: operations of the products, or bytes of query, key and value where reading limits.\n"
+    "of peak: the time that the machine needs at least over ours. It is limited by the multiply-adds\n"
+    'of the named instruction set, or, where "read" is named, by reading memory, both as measured in\n'
+    "this run.\n"
 )
 _LEGEND_OF_READING = (
     "read, of read: the bandwidth of reading alone, in turns with the calls, and our share of it.\n"
@@ -57,9 +57,12 @@ def _table(rows: Sequence[Row], peers: Sequence[str], reads: bool) -> str:
         [str(row.case.shape), row.case.options(), short_direction(row), *cells(row, peers, reads, limit)]
         for row in rows
     ]
-    threads = f"{rows[0].threads} {'thread' if rows[0].threads == 1 else 'threads'}"
-    title = f"{rows[0].case.dtype_name}, {threads}" + (f", peak of {limit}" if limit else "")
+    title = f"{rows[0].case.dtype_name}, {_threads(rows[0])}" + (f", peak of {limit}" if limit else "")
     return f"{title}\n\n{table(header, lines, left=3)}"
+
+
+def _threads(row: Row) -> str:
+    return f"{row.threads} {'thread' if row.threads == 1 else 'threads'}"
 
 
 def peer_names(rows: Sequence[Row]) -> list[str]:
@@ -155,7 +158,7 @@ def _summary(rows: Sequence[Row], peer: str) -> str:
     faster = sum(ratio > 1 for ratio, _ in found)
     return (
         f"{peer} / ours: median {middle:.2f} of {len(found)} rows, over 1 in {faster};\n"
-        f"  lowest {lowest:.2f} ({where}, {row.threads} threads)"
+        f"  lowest {lowest:.2f} ({where}, {_threads(row)})"
     )
 
 
