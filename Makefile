@@ -123,6 +123,10 @@ lint: $(STAMPS)/lint-tools
 	"$(BIN)/mypy"
 	"$(BIN)/shellcheck" .ci/run scripts/*.sh
 	"$(BIN)/python" scripts/check_references.py
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.github-issue-forms $(addprefix .github/ISSUE_TEMPLATE/,fault.yml wish.yml)
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check --fix .

@@ -64,7 +64,8 @@ def begin(plan, files: int):
     """Says how much work there is, and returns a progress bar."""
     share = files / len(sources.extension_sources(plan.cuda, INSTANCES))
     work = ninja_build.estimate(files, share * cuda_build.processor_seconds(plan))
-    print(f"selfattn_ext: compiling {work}", flush=True)
+    if not terminal.is_quiet():
+        print(f"selfattn_ext: compiling {work}", flush=True)
     return terminal.Progress("selfattn_ext: compiled", files, log_lines=20)
 
 

@@ -20,7 +20,7 @@ from types import ModuleType
 
 import torch
 
-from ..terminal import Progress
+from ..terminal import Progress, is_quiet
 from . import cuda_build, ninja_build, sources, toolchain
 
 _loaded: dict[tuple[object, ...], ModuleType] = {}
@@ -47,8 +47,9 @@ def load(
     They include the CUDA kernels if torch has CUDA, there is an nvcc and there is a GPU. SELFATTN_CUDA=0
     leaves the kernels out; SELFATTN_CUDA=1 compiles them also without a GPU.
 
-    The first call takes a few minutes; later ones, in other processes, compile only what has changed. A
-    second call in one process returns the module of the first.
+    The first call takes a few minutes, and shows its progress on stderr, unless SELFATTN_QUIET=1 is set;
+    later ones, in other processes, compile only what has changed. A second call in one process returns the
+    module of the first.
 
     Args:
         name: name of the module, and namespace of its operators: ``torch.ops.<name>``.
@@ -153,5 +154,6 @@ def _begin(plan: cuda_build.Plan, why: str, of: int, files: int) -> Progress:
     work = ninja_build.estimate(files, files / of * cuda_build.processor_seconds(plan))
     lines = [f"selfattn_ext: {why}"] if why else []
     lines.append(f"selfattn_ext: compiling {work}")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    if not is_quiet():
+        print("\n".join(lines), file=sys.stderr, flush=True)
     return Progress("selfattn_ext: compiled", files, log_lines=20)
