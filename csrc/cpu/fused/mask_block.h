@@ -38,14 +38,16 @@ void load_bool_transposed(Scalar<P>* mask, const uint8_t* source, int64_t row_st
       const int64_t n = smaller(keys - j, S::kWidth);
       typename S::Vec tile[S::kWidth];
       for (int i = 0; i < S::kWidth; ++i) {
+        if (lane + i >= strip.count) {
+          tile[i] = S::set(T(0));
+          continue;
+        }
+        const uint8_t* row = source + (lane + i) * row_stride + j;
         uint8_t bytes[S::kWidth];
-        const uint8_t* row = bytes;
-        if (lane + i < strip.count && n == S::kWidth) {
-          row = source + (lane + i) * row_stride + j;
-        } else {
+        if (n < S::kWidth) {
           memset(bytes, 1, sizeof(bytes));
-          if (lane + i < strip.count)
-            memcpy(bytes, source + (lane + i) * row_stride + j, static_cast<size_t>(n));
+          memcpy(bytes, row, static_cast<size_t>(n));
+          row = bytes;
         }
         tile[i] = S::load_bool_bias(row);
       }

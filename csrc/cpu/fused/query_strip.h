@@ -76,4 +76,14 @@ int64_t strip_queries(int64_t first, int64_t queries) {
   return smaller(take, rest);
 }
 
+// Calls body with the vectors to compute the next lanes of a strip with, of which `queries` are in use.
+template <class P, class Body>
+SELFATTN_INLINE void with_vectors_of(int64_t queries, const Body& body) {
+  using S = Simd<Scalar<P>>;
+  if constexpr (S::kHalves && kDirect<P>) {
+    if (queries <= S::kWidth / 2) return body(LowerHalf<Scalar<P>>{});
+  }
+  body(S{});
+}
+
 }  // namespace selfattn::cpu::SELFATTN_ISA

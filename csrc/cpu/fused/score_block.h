@@ -40,7 +40,7 @@ void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, in
                                       keys.rows.stride, count, head_dim, s, kLanes<P>);
     }
   }
-  multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);
+  multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.count, s);
 }
 
 // These tell whether scores are more than products times the scale, apart from windows: by options other than
