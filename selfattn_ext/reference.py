@@ -47,7 +47,14 @@ _WORD = 0xFFFFFFFF
 
 
 class AttentionResult(NamedTuple):
-    """The results of :func:`attention`: out (..., L, Ev), weights (..., L, S), lse (..., L)."""
+    """The results of :func:`attention`: out (..., L, Ev), weights (..., L, S), lse (..., L).
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.attention(*torch.randn(3, 1, 2, 6, 8).unbind()).weights.shape
+        torch.Size([1, 2, 6, 6])
+    """
 
     out: Tensor
     weights: Tensor
@@ -55,7 +62,17 @@ class AttentionResult(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, statistics and lse of inputs: float64 for float64, float32 for every other one."""
+    """The dtype of sums, statistics and lse of inputs: float64 for float64, float32 for every other one.
+
+    Args:
+        dtype: that of the inputs.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.accumulation_dtype(torch.bfloat16)
+        torch.float32
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -118,6 +135,14 @@ def attention(
     Raises:
         RuntimeError: by torch's own operations, for shapes that do not fit, or without memory for the (L, S)
             matrices. Arguments are not checked otherwise.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference, scaled_dot_product_attention
+        >>> query, key, value = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind()
+        >>> out, weights, lse = reference.attention(query, key, value, is_causal=True)
+        >>> torch.allclose(out, scaled_dot_product_attention(query, key, value, is_causal=True))
+        True
     """
     if query.dim() == 2:
         result = attention(
@@ -221,6 +246,15 @@ def varlen_attention(
 
     Raises:
         RuntimeError: as :func:`attention` does.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> query, key, value = torch.randn(3, 16, 4, 8).unbind()  # (tokens, heads, head dim)
+        >>> starts = torch.tensor([0, 5, 16])
+        >>> out, weights, lse = reference.varlen_attention(query, key, value, starts, starts, 11, 11)
+        >>> out.shape, weights.shape, lse.shape
+        (torch.Size([16, 4, 8]), torch.Size([2, 4, 11, 11]), torch.Size([4, 16]))
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     batch = len(starts_q) - 1
@@ -286,6 +320,13 @@ def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> 
 
     Raises:
         RuntimeError: by torch's own operations, for shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.attention_scores(torch.ones(1, 2, 4), torch.ones(1, 3, 4), scale=0.25)
+        tensor([[[1., 1., 1.],
+                 [1., 1., 1.]]])
     """
     dtype = accumulation_dtype(query.dtype)
     k = key.to(dtype) if query.dim() == 2 else _repeat_heads(key.to(dtype), query.size(-3))
@@ -315,6 +356,13 @@ def masked_softmax(
 
     Raises:
         RuntimeError: by torch's own operations, for shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.masked_softmax(torch.zeros(2, 2), is_causal=True)
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     dtype = accumulation_dtype(scores.dtype)
     seen = visible_pairs(
@@ -433,6 +481,13 @@ def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first
 
     The random words are those of Philox4x32-7 with the key (low, high 32 bits of seed) and the counter
     (j >> 2, i, h, b). Key j takes the word ``j & 3`` and is dropped if that is below ``floor(p * 2**32)``.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> keep = reference.dropout_keep(torch.tensor([7]), 0.25, (2, 4, 64, 64))
+        >>> keep.dtype, abs(keep.float().mean().item() - 0.75) < 0.02
+        (torch.bool, True)
     """
     batch, heads, length, keys = shape
     origin = seed[1:] if seed.numel() == 5 else seed.new_zeros(4)
@@ -464,6 +519,13 @@ def philox4x32(
 
     Returns:
         Four int64 tensors of random 32-bit words.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> zero = torch.zeros(1, dtype=torch.int64)
+        >>> [hex(word) for word in reference.philox4x32((zero,) * 4, (zero,) * 2, rounds=10)]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -45,6 +45,13 @@ def shard_sequence(
             so the other ranks do not learn of it.
         IndexError: ``dim`` is no dimension of the tensor.
         RuntimeError: torch.distributed is not initialised.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.distributed import shard_sequence
+        >>> tokens = torch.arange(8)
+        >>> rows = shard_sequence(tokens, dim=0)  # of two ranks, the first one gets 0, 1, 6, 7
+        >>> positions = shard_sequence(torch.arange(8), dim=0)
     """
     ranks = ranks_of(group)
     choices(layout)
@@ -83,6 +90,13 @@ def unshard_sequence(
             timeout.
 
     Every rank of the group has to call it, and to compute the gradient if one does.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.distributed import shard_sequence, unshard_sequence
+        >>> tokens = torch.arange(8)
+        >>> torch.equal(unshard_sequence(shard_sequence(tokens, dim=0), dim=0), tokens)
+        True
     """
     ranks = ranks_of(group)
     check_plain(tensor=checks.dense_tensor("tensor", tensor))

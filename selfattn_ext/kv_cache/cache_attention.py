@@ -170,6 +170,16 @@ def attention_with_kvcache(
 
     Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import attention_with_kvcache
+        >>> key_cache, value_cache = torch.zeros(2, 3, 4, 64, 32).unbind()  # 3 sequences, 4 heads, 64 rows
+        >>> lengths = torch.tensor([5, 0, 17])  # keys that each sequence has
+        >>> query, key, value = torch.randn(3, 3, 4, 1, 32).unbind()  # one new token for each
+        >>> out = attention_with_kvcache(query, key_cache, value_cache, key, value, lengths, is_causal=True)
+        >>> out.shape, torch.equal(key_cache[2, :, 17], key[2, :, 0])
+        (torch.Size([3, 4, 1, 32]), True)
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,

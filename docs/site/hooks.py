@@ -1,0 +1,133 @@
+"""What the documentation needs beyond Sphinx's settings.
+
+Pages stay plain Markdown. What differs on the site is added while they are read: pictures that follow its
+light and dark modes, links to folders, and the order of pages. Arguments of functions become places that
+links and the search can find, and names of torch lead to torch's documentation.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: The pages after a page, in the order in which a reader learns; those that do not exist are left out.
+AFTER = {
+    "README": [
+        "docs/install",
+        "docs/five-minutes",
+        "docs/site/guides",
+        "docs/reference/index",
+        "docs/site/how-it-works",
+        "CONTRIBUTING",
+    ],
+    "CONTRIBUTING": [
+        "benchmarks/README",
+        "simulators/README",
+        "simulators/amx/README",
+        "simulators/avx512/README",
+        "simulators/ptx_machine/README",
+        "SECURITY",
+        "CODE_OF_CONDUCT",
+        "docs/README",
+    ],
+}
+
+_PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img src="(?P<light>[^"]+)"[^>]*?alt="(?P<alt>[^"]*)">\s*</picture>',
+    re.DOTALL,
+)
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)\)")
+
+#: Pages of torch's documentation that are not called as the name that they explain.
+TORCH = "https://docs.pytorch.org/docs/stable/"
+TORCH_PAGES = {
+    "torch.autocast": "amp.html",
+    "torch.nested": "nested.html",
+    "torch.nn.attention.flex_attention": "nn.attention.flex_attention.html",
+    "torch.nn.attention.varlen": "nn.attention.varlen.html",
+}
+
+
+def read_markdown(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Changes the text of a page as the site needs it."""
+    page = ROOT / f"{docname}.md"
+    text = _PICTURE.sub(_two_pictures, source[0])
+    text = _LINK.sub(lambda link: _without_folder(link, page), text)
+    pages = [f"/{name}" for name in AFTER.get(docname, []) if (ROOT / f"{name}.md").is_file()]
+    if pages:
+        text += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+    source[0] = text
+
+
+def _two_pictures(found: re.Match[str]) -> str:
+    return "\n\n".join(
+        f"```{{image}} {found[mode]}\n:class: only-{mode}\n:alt: {' '.join(found['alt'].split())}\n```"
+        for mode in ("light", "dark")
+    )
+
+
+def _without_folder(link: re.Match[str], page: Path) -> str:
+    """A link to a folder leads to its files in the list of all files."""
+    target = (page.parent / link[1]).resolve()
+    if not target.is_dir():
+        return link[0]
+    folder = target.relative_to(ROOT).as_posix()
+    anchor = re.sub(r"[^\w-]", "", folder)
+    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
+    return f"]({up}docs/files.md#{anchor})"
+
+
+def enter_arguments(app: Sphinx, domain: str, kind: str, content: addnodes.desc_content) -> None:
+    """Makes every argument a place of its own, and an entry of the search."""
+    signature = content.parent.next_node(addnodes.desc_signature)
+    if domain != "py" or signature is None or not signature["ids"]:
+        return
+    owner = signature["ids"][0]
+    for field in content.findall(nodes.field):
+        kind, _, names = field[0].astext().partition(" ")
+        paragraph = field[1].next_node(nodes.paragraph)
+        if kind != "param" or paragraph is None:
+            continue
+        for name in names.replace("\\", "").split(", "):
+            place = f"{owner}.{name.strip('*')}"
+            entry = ("single", f"{name} (argument of {owner})", place, "", None)
+            paragraph.insert(0, [addnodes.index(entries=[entry]), nodes.target("", "", ids=[place])])
+
+
+def find_torch(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Node
+) -> nodes.reference | None:
+    """The page of torch's documentation for a name of torch."""
+    name = str(node.get("reftarget", ""))
+    if node.get("reftype") not in ("func", "class", "mod") or not name.startswith("torch."):
+        return None
+    module = next((part for part in TORCH_PAGES if name == part or name.startswith(f"{part}.")), None)
+    if module is None:
+        page = f"generated/{name}.html"
+    else:
+        page = TORCH_PAGES[module] + ("" if name == "torch.nested" else f"#{name}")
+    return nodes.reference("", "", content, refuri=TORCH + page, internal=False)
+
+
+def put_front_page(app: Sphinx, error: Exception | None) -> None:
+    """The README is also the page that a browser opens for the folder."""
+    if error is None and app.builder.name == "html":
+        shutil.copyfile(app.outdir / "README.html", app.outdir / "index.html")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("source-read", read_markdown)
+    app.connect("object-description-transform", enter_arguments)
+    app.connect("missing-reference", find_torch)
+    app.connect("build-finished", put_front_page)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
