@@ -19,7 +19,7 @@ from check_references import files_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/files.md"
-FOLDERS = ("selfattn_ext", "csrc", "simulators", "tests", "benchmarks", "scripts", "examples", ".ci")
+FOLDERS = ("selfattn_ext", "csrc", "simulators", "tests", "benchmarks", "scripts", "examples", "docs", ".ci")
 CPP = (".h", ".cuh", ".cpp", ".cc", ".cu")
 HEAD = """# All source files
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-
 import selfattn_ext
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "selfattn_ext"
 author = "selfattn_ext authors"
@@ -31,6 +31,8 @@ include_patterns = ["*.md", "docs/**.md", "benchmarks/README.md", "simulators/**
 # Folders that are not walked through at all.
 exclude_patterns = [".*", "build", "dist", "csrc", "tests", "scripts", "selfattn_ext", "**/__pycache__"]
 
+# Blocks that name no language are commands and messages.
+highlight_language = "none"
 # GitHub's anchors of headings.
 myst_heading_anchors = 4
 
@@ -46,6 +48,9 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"selfattn_ext {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
+# These have no pages below them that a sidebar could list.
+html_sidebars = {page: [] for page in ("README", "docs/install", "docs/five-minutes", "search", "genindex")}
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False

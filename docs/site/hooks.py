@@ -16,8 +16,11 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).resolve().parents[2]
+
+_analyze = ModuleAnalyzer.analyze
 
 #: The pages after a page, in the order in which a reader learns; those that do not exist are left out.
 AFTER = {
@@ -37,7 +40,6 @@ AFTER = {
         "simulators/ptx_machine/README",
         "SECURITY",
         "CODE_OF_CONDUCT",
-        "docs/README",
     ],
 }
 
@@ -47,14 +49,34 @@ _PICTURE = re.compile(
     re.DOTALL,
 )
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)\)")
+#: A link whose words are the name of the page.
+_NAMED = re.compile(r"\[(?:[\w-]+/)*[\w-]+\.md\](?=\((?!\w+:))")
 
-#: Pages of torch's documentation that are not called as the name that they explain.
+#: Pages of torch's documentation for the names that docstrings mention. Others get no link.
 TORCH = "https://docs.pytorch.org/docs/stable/"
 TORCH_PAGES = {
-    "torch.autocast": "amp.html",
+    **{
+        f"torch.{name}": f"generated/torch.{name}.html"
+        for name in (
+            "manual_seed",
+            "nn.Module",
+            "nn.MultiheadAttention",
+            "nn.TransformerEncoderLayer",
+            "nn.attention.bias.CausalBias",
+            "nn.attention.sdpa_kernel",
+            "nn.functional.scaled_dot_product_attention",
+            "set_float32_matmul_precision",
+            "use_deterministic_algorithms",
+        )
+    },
+    "torch.Tensor": "tensors.html#torch.Tensor",
+    "torch.autocast": "amp.html#torch.autocast",
+    "torch.device": "tensor_attributes.html#torch.device",
+    "torch.dtype": "tensor_attributes.html#torch.dtype",
     "torch.nested": "nested.html",
-    "torch.nn.attention.flex_attention": "nn.attention.flex_attention.html",
-    "torch.nn.attention.varlen": "nn.attention.varlen.html",
+    "torch.nn.attention.flex_attention.AuxRequest": "nn.attention.flex_attention.html",
+    "torch.nn.attention.flex_attention.BlockMask": "nn.attention.flex_attention.html",
+    "torch.nn.attention.flex_attention.flex_attention": "nn.attention.flex_attention.html",
 }
 
 
@@ -63,6 +85,7 @@ def read_markdown(app: Sphinx, docname: str, source: list[str]) -> None:
     page = ROOT / f"{docname}.md"
     text = _PICTURE.sub(_two_pictures, source[0])
     text = _LINK.sub(lambda link: _without_folder(link, page), text)
+    text = _NAMED.sub("[]", text)  # the site shows the page's title there
     pages = [f"/{name}" for name in AFTER.get(docname, []) if (ROOT / f"{name}.md").is_file()]
     if pages:
         text += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
@@ -88,35 +111,42 @@ def _without_folder(link: re.Match[str], page: Path) -> str:
 
 
 def enter_arguments(app: Sphinx, domain: str, kind: str, content: addnodes.desc_content) -> None:
-    """Makes every argument a place of its own, and an entry of the search."""
+    """Makes every argument a place of its own, which the search finds by its name."""
     signature = content.parent.next_node(addnodes.desc_signature)
     if domain != "py" or signature is None or not signature["ids"]:
         return
     owner = signature["ids"][0]
+    python: Any = app.env.get_domain("py")
     for field in content.findall(nodes.field):
-        kind, _, names = field[0].astext().partition(" ")
+        label, _, names = field[0].astext().partition(" ")
         paragraph = field[1].next_node(nodes.paragraph)
-        if kind != "param" or paragraph is None:
+        if label != "param" or paragraph is None:
             continue
         for name in names.replace("\\", "").split(", "):
             place = f"{owner}.{name.strip('*')}"
-            entry = ("single", f"{name} (argument of {owner})", place, "", None)
-            paragraph.insert(0, [addnodes.index(entries=[entry]), nodes.target("", "", ids=[place])])
+            paragraph.insert(0, nodes.target("", "", ids=[place]))
+            python.note_object(place, "argument", place, location=signature)
 
 
 def find_torch(
     app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Node
 ) -> nodes.reference | None:
     """The page of torch's documentation for a name of torch."""
-    name = str(node.get("reftarget", ""))
-    if node.get("reftype") not in ("func", "class", "mod") or not name.startswith("torch."):
-        return None
-    module = next((part for part in TORCH_PAGES if name == part or name.startswith(f"{part}.")), None)
-    if module is None:
-        page = f"generated/{name}.html"
-    else:
-        page = TORCH_PAGES[module] + ("" if name == "torch.nested" else f"#{name}")
-    return nodes.reference("", "", content, refuri=TORCH + page, internal=False)
+    page = TORCH_PAGES.get(str(node.get("reftarget", "")))
+    return page and nodes.reference("", "", content, refuri=TORCH + page, internal=False)
+
+
+def without_any(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Says nothing about a result whose annotation says nothing; its "Returns" does."""
+    return signature, None if returns in ("~typing.Any", "None") else returns
+
+
+def without_overloads(analyzer: ModuleAnalyzer) -> None:
+    """Signatures are those of the functions; overloads repeat them for type checkers, per kind of result."""
+    _analyze(analyzer)
+    analyzer.overloads.clear()
 
 
 def put_front_page(app: Sphinx, error: Exception | None) -> None:
@@ -126,8 +156,10 @@ def put_front_page(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    ModuleAnalyzer.analyze = without_overloads
     app.connect("source-read", read_markdown)
     app.connect("object-description-transform", enter_arguments)
     app.connect("missing-reference", find_torch)
+    app.connect("autodoc-process-signature", without_any)
     app.connect("build-finished", put_front_page)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

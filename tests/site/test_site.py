@@ -1,0 +1,90 @@
+"""The documentation in a browser: the front page, the search, light and dark, and a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+
+REFERENCE = "docs/reference/attention.html"
+OPTION = "selfattn_ext.scaled_dot_product_attention.dropout_p"
+
+#: Elements that stick out to the right and are not in one that scrolls by itself.
+STICKING_OUT = """
+    const scrolls = element => /auto|scroll/.test(getComputedStyle(element).overflowX);
+    return [...document.querySelectorAll("main *")].filter(element => {
+        if (element.getBoundingClientRect().right <= innerWidth + 1) return false;
+        for (let e = element; e.tagName !== "MAIN"; e = e.parentElement) if (scrolls(e)) return false;
+        return getComputedStyle(element).position !== "fixed" && element.textContent.trim();
+    }).map(element => `${element.tagName}: ${element.textContent.slice(0, 60)}`);
+"""
+
+
+@pytest.fixture
+def phone(browser: Chrome) -> Iterator[None]:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def links(browser: Chrome, selector: str) -> list[str]:
+    return [element.text for element in browser.find_elements(By.CSS_SELECTOR, selector)]
+
+
+def test_front_page(browser: Chrome, address: str) -> None:
+    """It shows the README, the pages' order, and a picture that has been loaded."""
+    browser.get(f"{address}/index.html")
+    assert browser.find_element(By.TAG_NAME, "h1").text.startswith("selfattn_ext")
+    order = ["Install", "Five minutes", "Guides", "Reference", "How it works", "Contributing"]
+    assert links(browser, "header .navbar-nav .nav-link")[:6] == order
+    picture = browser.find_element(By.CSS_SELECTOR, "img.only-light")
+    assert picture.is_displayed()
+    assert picture.get_property("naturalWidth") > 100
+
+
+def test_the_search_finds_an_option(browser: Chrome, address: str) -> None:
+    browser.get(f"{address}/index.html")
+    browser.find_element(By.CSS_SELECTOR, ".search-button__button").click()
+    field = browser.find_element(By.CSS_SELECTOR, "dialog input[type=search]")
+    field.send_keys("dropout", Keys.ENTER)
+    found = browser.find_element(By.LINK_TEXT, OPTION)
+    assert OPTION in links(browser, "#search-results li a")[:3]
+    found.click()
+    browser.find_element(By.ID, OPTION)
+    assert browser.current_url.partition("#")[::2] == (f"{address}/{REFERENCE}", OPTION)
+
+
+def test_files_need_no_server(browser: Chrome, html: Path) -> None:
+    browser.get((html / "search.html").as_uri() + "?q=dropout")
+    browser.find_element(By.LINK_TEXT, OPTION)
+
+
+@pytest.mark.parametrize("page", ["index.html", "docs/five-minutes.html", "docs/functions.html", REFERENCE])
+def test_a_phone_needs_no_sideways_scrolling(browser: Chrome, address: str, phone: None, page: str) -> None:
+    browser.get(f"{address}/{page}")
+    widths = "return [document.documentElement.scrollWidth, innerWidth]"
+    assert browser.execute_script(widths) == [390, 390]
+    assert browser.execute_script(STICKING_OUT) == []
+
+
+def test_light_and_dark(browser: Chrome, address: str) -> None:
+    colours = set()
+    for mode in ("light", "dark"):
+        browser.get(f"{address}/index.html")
+        browser.execute_script("localStorage.setItem('mode', arguments[0])", mode)
+        browser.refresh()
+        colours.add(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+        assert browser.find_element(By.CSS_SELECTOR, f"img.only-{mode}").is_displayed()
+    assert len(colours) == 2
+
+
+def test_nothing_comes_from_elsewhere(browser: Chrome, address: str) -> None:
+    """No font, script, style or picture is loaded from another machine."""
+    browser.get(f"{address}/{REFERENCE}")
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
+    assert loaded
+    assert [one for one in loaded if not one.startswith((address, "data:"))] == []
