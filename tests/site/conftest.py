@@ -1,6 +1,6 @@
 """The built documentation, served to a browser without a window.
 
-`make docs-test` builds the site and runs the tests of this folder. `pytest` collects them only if it is named.
+`make docs-test` builds the site and runs the tests of this folder; `pytest` alone leaves it out.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--window-size=1280,900",
 )
 
 
