@@ -69,6 +69,7 @@ TORCH_PAGES = {
             "use_deterministic_algorithms",
         )
     },
+    "Tensor": "tensors.html#torch.Tensor",
     "torch.Tensor": "tensors.html#torch.Tensor",
     "torch.autocast": "amp.html#torch.autocast",
     "torch.device": "tensor_attributes.html#torch.device",
@@ -139,8 +140,9 @@ def find_torch(
 def without_any(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Says nothing about a result whose annotation says nothing; its "Returns" does."""
-    return signature, None if returns in ("~typing.Any", "None") else returns
+    """Leaves out annotations of results that tell nothing; the docstring's "Returns" does."""
+    tells = returns not in (None, "None", "~typing.Any") and not re.search(r"\._", returns)
+    return signature, returns if tells else None
 
 
 def without_overloads(analyzer: ModuleAnalyzer) -> None:

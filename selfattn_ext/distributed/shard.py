@@ -37,8 +37,8 @@ def shard_sequence(
             one ends.
 
     Returns:
-        The rows of this rank as a copy, in the tensor's dtype. Differentiable: the gradient of the other rows
-        is 0.
+        The rows of this rank as a copy, in the tensor's dtype. They are differentiable, and the gradient of
+        the other rows is 0.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed. Nothing is exchanged,
@@ -79,8 +79,8 @@ def unshard_sequence(
         dim, group, layout, cu_seqlens: as :func:`shard_sequence` takes them, the same on all ranks.
 
     Returns:
-        All rows as a new tensor of the same dtype. Differentiable: the gradient of this rank's rows is the
-        sum of what all ranks give them.
+        All rows as a new tensor of the same dtype. They are differentiable, and the gradient of this rank's
+        rows is the sum of what all ranks give them.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank if ranks

@@ -93,8 +93,8 @@ def flex_attention(
         return_weights: also return the weights (B, H, L, S), after dropout.
 
     Returns:
-        out (B, H, L, Ev) in the query's dtype, or a tuple with what else was asked for: (out, weights, lse),
-        (out, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and every
+        out (B, H, L, Ev) in the query's dtype, or a tuple with what else was asked for, as (out, lse) or
+        (out, weights, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and every
         captured tensor that requires a gradient; gradients have the same bits in each run. A query that sees
         no key has output 0, lse -inf and gradient 0.
 

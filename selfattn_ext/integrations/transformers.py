@@ -43,7 +43,7 @@ def register(name: str = "selfattn_ext") -> None:
         >>> import selfattn_ext.integrations.transformers
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> selfattn_ext.integrations.transformers.register()
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=1)
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="selfattn_ext")
         >>> model.config._attn_implementation
         'selfattn_ext'
