@@ -94,9 +94,9 @@ def flex_attention(
 
     Returns:
         out (B, H, L, Ev) in the query's dtype, or a tuple with what else was asked for, as (out, lse) or
-        (out, weights, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and every
-        captured tensor that requires a gradient; gradients have the same bits in each run. A query that sees
-        no key has output 0, lse -inf and gradient 0.
+        (out, weights, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and
+        every captured tensor that requires a gradient; gradients have the same bits in each run. A query that
+        sees no key has output 0, lse -inf and gradient 0.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed, or the line of the
