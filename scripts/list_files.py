@@ -77,11 +77,16 @@ def page(root: Path) -> tuple[str, list[str]]:
     for folder, names in sources(root).items():
         lines += ["", f"## {folder}", "", "| file | what it holds |", "|---|---|"]
         for files, sentence in rows(root / folder, names):
-            links = ", ".join(f"[{file}](../{folder}/{file})" for file in files)
+            links = ", ".join(f"[{_literal(file)}](../{folder}/{file})" for file in files)
             lines.append(f"| {links} | {_escaped(sentence)} |")
             if not sentence:
                 silent += [f"{folder}/{file}" for file in files]
     return "\n".join(lines) + "\n", silent
+
+
+def _literal(name: str) -> str:
+    """The name of a file, in backticks where Markdown would take its underscores for bold text."""
+    return f"`{name}`" if "__" in name else name
 
 
 def _escaped(text: str) -> str:
