@@ -9,6 +9,7 @@
 #   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
 #   make ptx-test       the tests of the CUDA half as on a GPU, in a program that executes the kernels' PTX; make
 #                       ptx-quick runs a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
+#   make docs           the documentation as a site: build/docs/html/index.html; make docs-test opens it in a browser
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
 #   make test-clients   the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
 #                       first, beside the installed torch; CLIENTS="transformers==4.57.*" chooses other versions
@@ -44,7 +45,8 @@ SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not
 	setup.py pyproject.toml $(patsubst %,selfattn_ext/build/%.py,sources toolchain cuda_build)
 CPP_FILES = $(shell find csrc tests simulators -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build demo quick test test-clients cpp-test lint format cuda-check ptx-test ptx-quick wheel sdist clean
+.PHONY: help build demo quick test test-clients cpp-test lint format docs docs-test cuda-check \
+	ptx-test ptx-quick wheel sdist clean
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -132,6 +134,21 @@ format: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check --fix .
 	"$(BIN)/ruff" format .
 	"$(BIN)/clang-format" -i $(CPP_FILES)
+
+$(STAMPS)/docs-tools: pyproject.toml $(STAMPS)/built
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[docs]'
+	@touch $@
+
+# Pages are read anew each time, so that what depends on another page is never old. Warnings are errors.
+docs: $(STAMPS)/docs-tools
+	rm -rf build/docs
+	"$(BIN)/python" -m sphinx --fail-on-warning --keep-going --quiet --jobs auto --conf-dir docs/site \
+		--doctree-dir build/docs/doctrees . build/docs/html
+	@echo "build/docs/html/index.html"
+
+# It needs chromium and chromedriver (Debian: apt install chromium chromium-driver).
+docs-test: docs
+	"$(BIN)/python" -m pytest tests/site $(ARGS)
 
 comma := ,
 # The C++ unit tests compile the library a second time, without Python.

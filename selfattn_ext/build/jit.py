@@ -67,6 +67,13 @@ def load(
             ask for CUDA kernels that cannot be built.
         ImportError: there is no compiler, no ninja or no home folder; the message says what to do.
         RuntimeError: the sources do not compile; the message holds the compiler's output.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> module = selfattn_ext.jit.load("my_attention")  # doctest: +SKIP
+        >>> query = key = value = torch.randn(2, 8, 128, 64)
+        >>> module.ops.attention_forward(query, key, value, 0.125, is_causal=True)[0].shape  # doctest: +SKIP
+        torch.Size([2, 8, 128, 64])
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(

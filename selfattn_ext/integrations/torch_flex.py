@@ -43,10 +43,19 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def activate() -> None:
     """Has torch's flex_attention run on this package's kernels in all threads, until :func:`restore`.
 
-    Calling it again does nothing.
+    The calls that it takes are those of :func:`selfattn_ext.as_flex`. Calling it again does nothing.
 
     Raises:
         RuntimeError: this torch's flex_attention has other arguments than this package knows.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.integrations import torch_flex
+        >>> from torch.nn.attention.flex_attention import flex_attention
+        >>> query = torch.randn(1, 2, 16, 8, requires_grad=True)
+        >>> torch_flex.activate()
+        >>> flex_attention(query, query, query).sum().backward()  # torch's refuses gradients on the CPU
+        >>> torch_flex.restore()
     """
     if not _activated.is_set():
         _activated.set()
@@ -54,7 +63,13 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Undoes :func:`activate`, if it was called. Open blocks of as_flex stay in force."""
+    """Undoes :func:`activate`, if it was called. Open blocks of as_flex stay in force.
+
+    Example:
+        >>> from selfattn_ext.integrations import torch_flex
+        >>> torch_flex.activate()
+        >>> torch_flex.restore()
+    """
     if _activated.is_set():
         _activated.clear()
         switch.leave()

@@ -59,6 +59,11 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     Returns:
         None if queries see every key and that is allowed; a mask that is computed when it is needed; or a
         plain mask (B, 1, L, S) if a graph is or may be traced: Note [What a model may do with its mask].
+
+    Example:
+        >>> from selfattn_ext.integrations.transformers import mask_function
+        >>> from transformers import AttentionMaskInterface
+        >>> AttentionMaskInterface.register("my_attention", mask_function)  # register() does this, too
     """
     from transformers import masking_utils
 

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 DOCUMENTS += [".github/SECURITY.md", ".github/CODE_OF_CONDUCT.md"]
 DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += [f"docs/reference/{path.name}" for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
 
 _BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
 
