@@ -44,7 +44,7 @@ struct GradientStrip : QueryStrip<P> {
     RowSource residual{};
     if (a.out_residual.data != nullptr) residual = this->source(p, a.out_residual, p.value_dim);
     delta_sum.compute(this->source(p, a.out, p.value_dim), residual, grad_out, this->vecs, delta);
-    if constexpr (kDirect<P>) {
+    if constexpr (kMostTail<P> > 0) {
       if (this->lanes < count) tail_deltas(p, a);
     }
 

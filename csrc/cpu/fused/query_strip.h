@@ -22,10 +22,10 @@ bool queries_take_scale(double scale) {
   }
 }
 
-// The most queries of a strip's tail, see query_tail.h: with so many, it takes less time than a vector of
-// lanes.
+// The most queries of a strip's tail, see query_tail.h: up to so many take less time than a vector of lanes.
+// Vectors of eight gain nothing.
 template <class P>
-constexpr int64_t kMostTail = kDirect<P> ? Simd<Scalar<P>>::kWidth * Simd<Scalar<P>>::kWidth / 64 : 0;
+constexpr int64_t kMostTail = kDirect<P> && Simd<Scalar<P>>::kWidth >= 16 ? Simd<Scalar<P>>::kWidth / 4 : 0;
 
 // Returns how many of a call's last queries are the tail of a strip. It depends on the number of queries and
 // on options alone, because all passes must compute the same scores. Strips end with vectors, and so anywhere
@@ -78,7 +78,7 @@ struct QueryStrip {
       }
     }
     query.load(rows, in_query);
-    load_tail(rows, in_query, tail);
+    if constexpr (kMostTail<P> > 0) load_tail(rows, in_query, tail);
   }
 
   // Loads the tail's rows of a tensor, padded to whole vectors.

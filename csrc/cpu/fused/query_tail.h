@@ -14,13 +14,11 @@ namespace selfattn::cpu::SELFATTN_ISA {
 template <class P>
 void multiply_strip(const QueryStrip<P>& strip, const RowOperand<P>& rows, int64_t from, int64_t count,
                     LaneOperand<P>& lanes, const Scalar<P>* tail, int64_t columns, Scalar<P>* s) {
-  if constexpr (kDirect<P>) {
-    if (strip.lanes > 0) multiply_lanes<P>(rows, from, count, lanes, columns, strip.lanes, s);
+  if (strip.lanes > 0) multiply_lanes<P>(rows, from, count, lanes, columns, strip.lanes, s);
+  if constexpr (kMostTail<P> > 0) {
     if (strip.lanes == strip.count) return;
     few_query_score_block<P>(tail, strip.count - strip.lanes, rows.rows.data + from * rows.rows.stride,
                              rows.rows.stride, count, columns, s + strip.lanes, kLanes<P>);
-  } else {
-    multiply_lanes<P>(rows, from, count, lanes, columns, strip.lanes, s);
   }
 }
 
@@ -56,14 +54,13 @@ SELFATTN_OUT_OF_LINE void multiply_tail_columns(const QueryStrip<T>& strip, cons
   }
 }
 
-// Updates the sums [column][lane] of all lanes of a strip; see multiply_columns. `product` has room for the
-// tail's sums, [kMostTail][padded columns].
+// Updates the sums [column][lane] of all lanes of a strip; see multiply_columns.
 template <class P>
 void multiply_strip_columns(const QueryStrip<P>& strip, const ColumnOperand<P>& a, int64_t from, int64_t keys,
                             int64_t columns, const WeightOperand<P>& w, const ColumnSums<Scalar<P>>& c,
                             const Scalar<P>* visible) {
   if (strip.lanes > 0) multiply_columns<P>(a, from, keys, columns, w, strip.lanes, c, visible);
-  if constexpr (kDirect<P>) {
+  if constexpr (kMostTail<P> > 0) {
     if (strip.lanes == strip.count || keys == 0) return;
     multiply_tail_columns<P>(strip, {a.rows.data + from * a.rows.stride, a.rows.stride}, keys, columns,
                              w.block, c, visible, strip.tail_product);
