@@ -293,7 +293,7 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
   const bool in_place = scratch.weights.sums_in_place();
   if (weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark)) strip.rescale_out(p);
   const ColumnSums<T> out{strip.out_t, in_place ? Update::kAdd : Update::kScaleAdd, strip.rescale};
-  multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.count, out, visible);
+  multiply_strip_columns<P>(strip, scratch.values, from, keys, p.value_dim, scratch.weights, out, visible);
 }
 
 // Returns the keys that a strip meets among the `loaded` keys that a scratch holds from key `first` on: whole

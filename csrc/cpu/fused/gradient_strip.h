@@ -13,6 +13,7 @@ struct GradientStrip : QueryStrip<P> {
   using T = Scalar<P>;
 
   LaneOperand<P> grad_out;
+  T* tail_grad_out;  // [kMostTail][padded value_dim] the tail's rows of it
   Delta<P> delta_sum;
   T* delta;        // [kLanes]
   T* row_max;      // [kLanes] 0 where the row sees nothing, so that -inf scores give weights of 0 and not NaN
@@ -22,6 +23,7 @@ struct GradientStrip : QueryStrip<P> {
   SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
     grad_out.allocate(p, p.value_dim, arena);
+    tail_grad_out = arena.take<T>(kMostTail<P> * round_up_to_vector<T>(p.value_dim));
     delta_sum.allocate(p, arena);
     delta = arena.take<T>(kLanes<P>);
     row_max = arena.take<T>(kLanes<P>);
@@ -42,6 +44,9 @@ struct GradientStrip : QueryStrip<P> {
     RowSource residual{};
     if (a.out_residual.data != nullptr) residual = this->source(p, a.out_residual, p.value_dim);
     delta_sum.compute(this->source(p, a.out, p.value_dim), residual, grad_out, this->vecs, delta);
+    if constexpr (kMostTail<P> > 0) {
+      if (this->lanes < count) tail_deltas(p, a);
+    }
 
     const T* maxima = static_cast<const T*>(a.row_max) + row(p);
     const T* sums = static_cast<const T*>(a.row_sum) + row(p);
@@ -54,6 +59,26 @@ struct GradientStrip : QueryStrip<P> {
       row_max[lane] = nothing ? T(0) : maxima[lane];
       inverse_sum[lane] = past_last || sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
       ordinary &= inverse_sum[lane] == inverse_sum[lane];
+    }
+  }
+
+ private:
+  // Computes the tail's deltas by the products that its dP takes, see Delta.
+  SELFATTN_OUT_OF_LINE void tail_deltas(const AttentionParams& p, const BackwardArguments& a) {
+    const int64_t padded = round_up_to_vector<T>(p.value_dim);
+    T* const out = this->tail_product;
+    this->load_tail(this->source(p, a.grad_out, p.value_dim), T(1), tail_grad_out);
+    this->load_tail(this->source(p, a.out, p.value_dim), T(1), out);
+    for (int64_t row = 0; row < this->count - this->lanes; ++row) {
+      if (a.out_residual.data != nullptr) {
+        const View& rest = a.out_residual;
+        const int64_t at = rest.offset(this->batch, this->head, this->first + this->lanes + row);
+        for (int64_t e = 0; e < p.value_dim; ++e) {
+          out[row * padded + e] += load_element<T>(rest.data, p.dtype, at + e);
+        }
+      }
+      delta[this->lanes + row] =
+          few_query_dot<T>(tail_grad_out + row * padded, out + row * padded, p.value_dim);
     }
   }
 };
@@ -243,7 +268,8 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
     return false;
   }
   if (need_visible) mark_visible<P>(strip, keys, weights, scratch.visible);
-  multiply_lanes<P>(*block.values, block.from, keys, strip.grad_out, p.value_dim, strip.count, grads);
+  multiply_strip<P>(strip, *block.values, block.from, keys, strip.grad_out, strip.tail_grad_out, p.value_dim,
+                    grads);
   if constexpr (!kDirect<P>) {
     if (place != nullptr) {
       pair_gradients<P>(p, strip, keys, factor, *place, scratch);

@@ -86,7 +86,7 @@ bool fill_tile(const TangentCall& call, SecondStrip<P>& strip, const TangentKeys
   if (visible != nullptr) mark_visible<P>(strip, keys, tile.weights, visible);
   normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, tile.weights);
   tangent_block<P>(call, strip, strip.lanes, block, own, tile.tangents, tile.of_cap);
-  multiply_lanes<P>(block.values.with_lanes, 0, keys, strip.grad_out, p.value_dim, strip.count,
+  multiply_strip<P>(strip, block.values.with_lanes, 0, keys, strip.grad_out, strip.tail_grad_out, p.value_dim,
                     tile.gradients);
   if (call.t.value.data != nullptr) {
     multiply_lanes<P>(block.value_tangents.with_lanes, 0, keys, strip.grad_out, p.value_dim, strip.count,
