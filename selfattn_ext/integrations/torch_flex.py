@@ -48,16 +48,18 @@ def activate() -> None:
     Raises:
         RuntimeError: this torch's flex_attention has other arguments than this package knows.
     """
-    if not _activated.is_set():
-        _activated.set()
-        switch.enter()
+    with _lock:
+        if not _activated.is_set():
+            switch.enter()
+            _activated.set()
 
 
 def restore() -> None:
     """Undoes :func:`activate`, if it was called. Open blocks of as_flex stay in force."""
-    if _activated.is_set():
-        _activated.clear()
-        switch.leave()
+    with _lock:
+        if _activated.is_set():
+            _activated.clear()
+            switch.leave()
 
 
 def attention(
@@ -182,3 +184,4 @@ def _not_entered(*_: Any, **__: Any) -> Any:
 #: The switch that :func:`activate` and as_flex share.
 switch = _Switch()
 _activated = threading.Event()
+_lock = threading.Lock()

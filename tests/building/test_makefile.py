@@ -105,6 +105,13 @@ def test_wheel_is_repaired(make: Make) -> None:
     assert repair[-1] == "build/wheel/*.whl"
 
 
+def test_wheels_of_other_pythons_are_added_repaired_and_tried(make: Make) -> None:
+    (add, repair, attempt) = make("wheels", "PYTHONS=python3.13 python3.14t")[-3:]
+    assert add == ["python", "scripts/wheels.py", "add", "build/wheel", "python3.13", "python3.14t"]
+    assert repair == make("wheel")[-1]
+    assert attempt == ["python", "scripts/wheels.py", "try", "dist", "python3.13", "python3.14t"]
+
+
 def excluded(repair: list[str]) -> list[str]:
     return [value for option, value in itertools.pairwise(repair) if option == "--exclude"]
 
