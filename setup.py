@@ -78,7 +78,7 @@ class BuildLibrary(BuildExtension):
     sources in csrc/python see Python, and all other object files are the same.
     """
 
-    user_options = [
+    user_options = [  # noqa: RUF012
         *BuildExtension.user_options,
         ("pythons=", None, "other Pythons, as JSON: the folders of headers by the suffix of modules"),
     ]

@@ -199,7 +199,7 @@ double read_gbs(int64_t bytes, double seconds) {
 
 }  // namespace
 
-// What functions here share is immutable, atomic or locked, so that a Python without a global lock needs none.
+// What functions here share is immutable, atomic or locked, so that Python's global lock is not needed.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module, py::mod_gil_not_used()) {
   module.doc() = "Introspection of the compiled selfattn_ext library; loading it registers the operators.";
   const std::string op_namespace = SELFATTN_STRINGIZE(SELFATTN_NAMESPACE);

@@ -27,7 +27,7 @@ case "$*" in *version*torch*) echo 2.13.0+cpu;; esac
 """
 
 #: Variables that make reads; a make that runs these tests has set some of them.
-LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
+LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "PYTHONS", "ARGS"}
 LEFT_OUT |= {"VIRTUAL_ENV", "CONDA_PREFIX"}
 
 

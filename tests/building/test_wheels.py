@@ -69,7 +69,7 @@ def test_a_wheel_that_does_not_import_is_an_error(base: Path, tmp_path: Path) ->
     wheels.repack(base, damaged, own())
     with pytest.raises(SystemExit, match=f"{base} does not import"):
         wheels.try_all(base.parent, [own()])
-    with pytest.raises(SystemExit, match="has no wheel for python3.14t"):
+    with pytest.raises(SystemExit, match=r"has no wheel for python3\.14t"):
         wheels.try_all(base.parent, [OTHER])
 
 
@@ -91,7 +91,7 @@ def test_pythons_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_pythons_that_are_missing_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    version, made = "%d.%d" % sys.version_info[:2], []
+    version, made = ".".join(map(str, sys.version_info[:2])), []
     monkeypatch.setattr(wheels, "VERSIONS", (version, "3.99"))
     monkeypatch.setattr(wheels, "programs", lambda it: [sys.executable] if it == version else [])
     monkeypatch.setattr(wheels, "add", lambda folder, pythons: made.append((folder, pythons)))
