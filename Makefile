@@ -11,6 +11,7 @@
 #                       ptx-quick runs a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
 #   make docs           the documentation as a site: build/docs/html/index.html; make docs-test opens it in a browser
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
+#   make wheels         one for each Python from 3.10 to 3.14 and 3.14t that is found; PYTHONS="python3.12 ..." names them
 #   make test-clients   the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
 #                       first, beside the installed torch; CLIENTS="transformers==4.57.*" chooses other versions
 #
@@ -24,6 +25,7 @@
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3
 CLIENTS ?= --upgrade transformers timm diffusers
+PYTHONS ?=
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -46,7 +48,7 @@ SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not
 CPP_FILES = $(shell find csrc tests simulators -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help build demo quick test test-clients cpp-test lint format docs docs-test cuda-check \
-	ptx-test ptx-quick wheel sdist clean
+	ptx-test ptx-quick wheel wheels sdist clean build/wheel
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -190,11 +192,20 @@ $(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built
 
 # A manylinux wheel is for this Python and every supported torch. It uses the libraries of torch and of CUDA that torch
 # has loaded by then, and holds no copies; kernels run on torch's own threads, so there is no OpenMP in it.
-wheel: $(STAMPS)/wheel-tools
+REPAIR = PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	--exclude 'libcudart.so*' --wheel-dir dist build/wheel/*.whl
+build/wheel: $(STAMPS)/wheel-tools
 	rm -rf build/wheel
 	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart.so*' \
-		--wheel-dir dist build/wheel/*.whl
+
+wheel: build/wheel
+	$(REPAIR)
+
+# All wheels share their object files, but for those of csrc/python.
+wheels: build/wheel
+	"$(BIN)/python" scripts/wheels.py add build/wheel $(PYTHONS)
+	$(REPAIR)
+	"$(BIN)/python" scripts/wheels.py try dist $(PYTHONS)
 
 sdist: build
 	"$(BIN)/python" setup.py --quiet sdist

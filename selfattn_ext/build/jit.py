@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,8 @@ from ..terminal import Progress, is_quiet
 from . import cuda_build, ninja_build, sources, toolchain
 
 _loaded: dict[tuple[object, ...], ModuleType] = {}
+#: A build changes environment variables and torch's own functions, so one thread at a time builds.
+_lock = threading.Lock()
 
 
 def is_registered(namespace: str) -> bool:
@@ -81,12 +84,13 @@ def load(
         )
     folder = None if build_directory is None else os.path.abspath(build_directory)
     key = (name, tuple(extra_cflags), tuple(extra_cuda_cflags), folder)
-    if key not in _loaded:
-        if is_registered(name):
-            raise ValueError(f"torch.ops.{name} holds a loaded library already; choose another name")
-        flags = [*sources.optimisation_flags(), *extra_cflags]
-        _loaded[key] = compile_and_load(name, flags, extra_cuda_cflags, build_directory, verbose)
-    return _loaded[key]
+    with _lock:
+        if key not in _loaded:
+            if is_registered(name):
+                raise ValueError(f"torch.ops.{name} holds a loaded library already; choose another name")
+            flags = [*sources.optimisation_flags(), *extra_cflags]
+            _loaded[key] = compile_and_load(name, flags, extra_cuda_cflags, build_directory, verbose)
+        return _loaded[key]
 
 
 def compile_and_load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 __all__ = ["bytes_sent", "note"]
 
 _sent = 0
+_lock = threading.Lock()
 
 
 def bytes_sent() -> int:
@@ -29,4 +31,6 @@ def bytes_sent() -> int:
 def note(tensors: Iterable[Tensor], times: int = 1) -> None:
     """Counts tensors that are sent to so many others."""
     global _sent
-    _sent += times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    sent = times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    with _lock:  # autograd may count in a thread of its own
+        _sent += sent

@@ -57,9 +57,10 @@ def activate() -> None:
         >>> flex_attention(query, query, query).sum().backward()  # torch's refuses gradients on the CPU
         >>> torch_flex.restore()
     """
-    if not _activated.is_set():
-        _activated.set()
-        switch.enter()
+    with _lock:
+        if not _activated.is_set():
+            switch.enter()
+            _activated.set()
 
 
 def restore() -> None:
@@ -70,9 +71,10 @@ def restore() -> None:
         >>> torch_flex.activate()
         >>> torch_flex.restore()
     """
-    if _activated.is_set():
-        _activated.clear()
-        switch.leave()
+    with _lock:
+        if _activated.is_set():
+            _activated.clear()
+            switch.leave()
 
 
 def attention(
@@ -197,3 +199,4 @@ def _not_entered(*_: Any, **__: Any) -> Any:
 #: The switch that :func:`activate` and as_flex share.
 switch = _Switch()
 _activated = threading.Event()
+_lock = threading.Lock()

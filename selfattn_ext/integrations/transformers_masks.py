@@ -41,13 +41,14 @@ __all__ = ["attention_mask", "captured", "note_bool_masks"]
 Window = tuple[int, int]
 
 
-# Whether the models of a class of configurations take bool masks.
-_takes_bool: dict[type, bool] = {}
+# The classes of configurations of which some model takes bool masks, and those of which one does not.
+_with_bool: set[type] = set()
+_without_bool: set[type] = set()
 
 
 def note_bool_masks(config: Any, taken: bool) -> None:
     """Remembers whether a model of this configuration takes bool masks; all that share its class must."""
-    _takes_bool[type(config)] = taken and _takes_bool.get(type(config), True)
+    (_with_bool if taken else _without_bool).add(type(config))
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
@@ -97,7 +98,8 @@ _NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 def _plain_mask(arguments: dict[str, Any], masking_utils: Any) -> Tensor | None:
     """A mask of transformers' own, in the form that the model takes."""
-    if _takes_bool.get(type(arguments.get("config")), False):
+    kind = type(arguments.get("config"))
+    if kind in _with_bool and kind not in _without_bool:
         return masking_utils.sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
     return masking_utils.eager_mask(**arguments)
 

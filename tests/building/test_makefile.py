@@ -27,7 +27,7 @@ case "$*" in *version*torch*) echo 2.13.0+cpu;; esac
 """
 
 #: Variables that make reads; a make that runs these tests has set some of them.
-LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
+LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "PYTHONS", "ARGS"}
 LEFT_OUT |= {"VIRTUAL_ENV", "CONDA_PREFIX"}
 
 
@@ -103,6 +103,13 @@ def test_wheel_is_repaired(make: Make) -> None:
     assert repair[:2] == ["auditwheel", "repair"]
     assert repair[repair.index("--wheel-dir") + 1] == "dist"
     assert repair[-1] == "build/wheel/*.whl"
+
+
+def test_wheels_of_other_pythons_are_added_repaired_and_tried(make: Make) -> None:
+    (add, repair, attempt) = make("wheels", "PYTHONS=python3.13 python3.14t")[-3:]
+    assert add == ["python", "scripts/wheels.py", "add", "build/wheel", "python3.13", "python3.14t"]
+    assert repair == make("wheel")[-1]
+    assert attempt == ["python", "scripts/wheels.py", "try", "dist", "python3.13", "python3.14t"]
 
 
 def excluded(repair: list[str]) -> list[str]:
