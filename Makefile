@@ -116,7 +116,7 @@ ifneq ($(shell cat $(STAMPS)/clients 2>/dev/null),$(CLIENTS))
 .PHONY: $(STAMPS)/clients
 endif
 $(STAMPS)/clients: pyproject.toml $(STAMPS)/built
-	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[clients,bench]' $(CLIENTS) \
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[clients,bench,onnx]' $(CLIENTS) \
 		"torch==$$("$(BIN)/python" -c 'from importlib.metadata import version; print(version("torch"))')"
 	@echo '$(CLIENTS)' > $@
 

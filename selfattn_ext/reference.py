@@ -407,6 +407,8 @@ def _all_finite(*tensors: Tensor) -> bool:
 
     While a CUDA graph records, or torch traces, this cannot be known, and the answer must be no.
     """
+    if torch.onnx.is_in_onnx_export():
+        return True  # Note [ONNX] in autograd/onnx_graphs.py
     if torch._guards.detect_fake_mode(tensors) is not None or get_proxy_mode() is not None:
         return False
     for tensor in tensors:
