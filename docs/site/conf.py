@@ -28,8 +28,19 @@ extensions = [
 
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/README.md", "simulators/**.md"]
+include_patterns += [".github/SECURITY.md", ".github/CODE_OF_CONDUCT.md"]
 # Folders that are not walked through at all.
-exclude_patterns = [".*", "build", "dist", "csrc", "tests", "scripts", "selfattn_ext", "**/__pycache__"]
+exclude_patterns = [
+    ".git",
+    ".[!g]*",
+    "build",
+    "dist",
+    "csrc",
+    "tests",
+    "scripts",
+    "selfattn_ext",
+    "**/__pycache__",
+]
 
 # Blocks that name no language are commands and messages.
 highlight_language = "none"

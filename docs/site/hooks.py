@@ -38,8 +38,8 @@ AFTER = {
         "simulators/amx/README",
         "simulators/avx512/README",
         "simulators/ptx_machine/README",
-        "SECURITY",
-        "CODE_OF_CONDUCT",
+        ".github/SECURITY",
+        ".github/CODE_OF_CONDUCT",
     ],
 }
 

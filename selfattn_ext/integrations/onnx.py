@@ -22,6 +22,19 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     Raises:
         ImportError: the package onnxscript is missing.
         ValueError: by torch.onnx.export, within an error of its own, if opset_version is less than 23.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> from selfattn_ext.integrations.onnx import translations
+        >>> class Capped(torch.nn.Module):
+        ...     def forward(self, query):
+        ...         return selfattn_ext.scaled_dot_product_attention(query, query, query, softcap=20.0)
+        >>> program = torch.onnx.export(
+        ...     Capped(), (torch.randn(1, 2, 4, 8),), dynamo=True, opset_version=23, verbose=False,
+        ...     custom_translation_table=translations(),
+        ... )
+        >>> [node.op_type for node in program.model_proto.graph.node]
+        ['Attention']
     """
     from onnxscript import evaluator, opset23
 

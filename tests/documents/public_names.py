@@ -17,6 +17,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "selfattn_ext": None,
     "selfattn_ext.backends": None,
     "selfattn_ext.distributed": None,
+    "selfattn_ext.integrations.onnx": None,
     "selfattn_ext.integrations.torch_flex": ("activate", "restore"),
     "selfattn_ext.integrations.transformers": None,
     "selfattn_ext.jit": None,

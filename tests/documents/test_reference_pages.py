@@ -20,6 +20,7 @@ NAMES = public_names.names()
 #: Examples that are not run here, or not as a whole, and the tests that do the same.
 ELSEWHERE = {
     "selfattn_ext.jit.load": "tests/building/test_jit.py",
+    "selfattn_ext.integrations.onnx.translations": "tests/clients/test_onnx.py",
     "selfattn_ext.integrations.transformers.attention_forward": "tests/clients/test_reference_examples.py",
     "selfattn_ext.integrations.transformers.mask_function": "tests/clients/test_reference_examples.py",
     "selfattn_ext.integrations.transformers.register": "tests/clients/test_reference_examples.py",
