@@ -64,19 +64,19 @@ def installing(calls: list[list[str]], what: str) -> list[list[str]]:
 
 
 def test_clients_leave_torch_as_it_is(make: Make) -> None:
-    (install,) = installing(make("test-clients"), ".[clients,bench]")
+    (install,) = installing(make("test-clients"), ".[clients,bench,onnx]")
     assert "torch==2.13.0+cpu" in install
     assert {"--upgrade", "transformers", "timm", "diffusers"} <= set(install)
 
 
 def test_clients_are_installed_anew_when_others_are_asked_for(make: Make) -> None:
     old = "CLIENTS=transformers==4.57.*"
-    assert installing(make("test-clients"), ".[clients,bench]")
-    assert not installing(make("test-clients"), ".[clients,bench]")
+    assert installing(make("test-clients"), ".[clients,bench,onnx]")
+    assert not installing(make("test-clients"), ".[clients,bench,onnx]")
     (install,) = installing(make("test-clients", old), "transformers==4.57.*")
     assert "torch==2.13.0+cpu" in install
-    assert not installing(make("test-clients", old), ".[clients,bench]")
-    assert installing(make("test-clients"), ".[clients,bench]")
+    assert not installing(make("test-clients", old), ".[clients,bench,onnx]")
+    assert installing(make("test-clients"), ".[clients,bench,onnx]")
 
 
 def test_build_shows_how_far_it_is(make: Make) -> None:
@@ -92,7 +92,7 @@ def test_only_test_clients_names_the_folder_of_clients(make: Make, target: str, 
     (tests,) = [call for call in calls if call[:3] == ["python", "-m", "pytest"]]
     assert ("tests/clients" in tests) == (folder is not None)
     assert tests[-1] == "-x"
-    assert bool(installing(calls, ".[clients,bench]")) == (folder is not None)
+    assert bool(installing(calls, ".[clients,bench,onnx]")) == (folder is not None)
 
 
 def test_wheel_is_repaired(make: Make) -> None:

@@ -97,7 +97,7 @@ def surroundings(request: pytest.FixtureRequest, name: str) -> Iterator[None]:
 
 
 @pytest.mark.cpu_only("examples show tensors as they are printed on the CPU")
-@pytest.mark.parametrize("name", [name for name in NAMES if "integrations.transformers" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if "clients" not in ELSEWHERE.get(name, "")])
 def test_example(name: str, surroundings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     public_names.run(name)
