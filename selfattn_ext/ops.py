@@ -38,7 +38,6 @@ __all__ = [
     "causal_attention",
     "causal_attention_backward",
     "causal_attention_forward",
-    "has_rows_outside",
     "masked_attention",
     "masked_attention_backward",
     "masked_attention_forward",
