@@ -9,7 +9,9 @@
 #   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
 #   make ptx-test       the tests of the CUDA half as on a GPU, in a program that executes the kernels' PTX; make
 #                       ptx-quick runs a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
+#   make docs           the documentation as a site: build/docs/html/index.html; make docs-test opens it in a browser
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
+#   make wheels         one for each Python from 3.10 to 3.14 and 3.14t that is found; PYTHONS="python3.12 ..." names them
 #   make test-clients   the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
 #                       first, beside the installed torch; CLIENTS="transformers==4.57.*" chooses other versions
 #
@@ -23,6 +25,7 @@
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3
 CLIENTS ?= --upgrade transformers timm diffusers
+PYTHONS ?=
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -44,7 +47,8 @@ SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not
 	setup.py pyproject.toml $(patsubst %,selfattn_ext/build/%.py,sources toolchain cuda_build)
 CPP_FILES = $(shell find csrc tests simulators -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build demo quick test test-clients cpp-test lint format cuda-check ptx-test ptx-quick wheel sdist clean
+.PHONY: help build demo quick test test-clients cpp-test lint format docs docs-test cuda-check \
+	ptx-test ptx-quick wheel wheels sdist clean build/wheel
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -112,7 +116,7 @@ ifneq ($(shell cat $(STAMPS)/clients 2>/dev/null),$(CLIENTS))
 .PHONY: $(STAMPS)/clients
 endif
 $(STAMPS)/clients: pyproject.toml $(STAMPS)/built
-	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[clients,bench]' $(CLIENTS) \
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[clients,bench,onnx]' $(CLIENTS) \
 		"torch==$$("$(BIN)/python" -c 'from importlib.metadata import version; print(version("torch"))')"
 	@echo '$(CLIENTS)' > $@
 
@@ -123,11 +127,30 @@ lint: $(STAMPS)/lint-tools
 	"$(BIN)/mypy"
 	"$(BIN)/shellcheck" .ci/run scripts/*.sh
 	"$(BIN)/python" scripts/check_references.py
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.github-issue-forms $(addprefix .github/ISSUE_TEMPLATE/,fault.yml wish.yml)
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	"$(BIN)/check-jsonschema" --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check --fix .
 	"$(BIN)/ruff" format .
 	"$(BIN)/clang-format" -i $(CPP_FILES)
+
+$(STAMPS)/docs-tools: pyproject.toml $(STAMPS)/built
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[docs]'
+	@touch $@
+
+# Pages are read anew each time, so that what depends on another page is never old. Warnings are errors.
+docs: $(STAMPS)/docs-tools
+	rm -rf build/docs
+	"$(BIN)/python" -m sphinx --fail-on-warning --keep-going --quiet --jobs auto --conf-dir docs/site \
+		--doctree-dir build/docs/doctrees . build/docs/html
+	@echo "build/docs/html/index.html"
+
+# It needs chromium and chromedriver (Debian: apt install chromium chromium-driver).
+docs-test: docs
+	"$(BIN)/python" -m pytest tests/site $(ARGS)
 
 comma := ,
 # The C++ unit tests compile the library a second time, without Python.
@@ -169,11 +192,20 @@ $(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built
 
 # A manylinux wheel is for this Python and every supported torch. It uses the libraries of torch and of CUDA that torch
 # has loaded by then, and holds no copies; kernels run on torch's own threads, so there is no OpenMP in it.
-wheel: $(STAMPS)/wheel-tools
+REPAIR = PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	--exclude 'libcudart.so*' --wheel-dir dist build/wheel/*.whl
+build/wheel: $(STAMPS)/wheel-tools
 	rm -rf build/wheel
 	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart.so*' \
-		--wheel-dir dist build/wheel/*.whl
+
+wheel: build/wheel
+	$(REPAIR)
+
+# All wheels share their object files, but for those of csrc/python.
+wheels: build/wheel
+	"$(BIN)/python" scripts/wheels.py add build/wheel $(PYTHONS)
+	$(REPAIR)
+	"$(BIN)/python" scripts/wheels.py try dist $(PYTHONS)
 
 sdist: build
 	"$(BIN)/python" setup.py --quiet sdist

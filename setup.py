@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import os
 import runpy
 import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
@@ -64,12 +67,26 @@ def begin(plan, files: int):
     """Says how much work there is, and returns a progress bar."""
     share = files / len(sources.extension_sources(plan.cuda, INSTANCES))
     work = ninja_build.estimate(files, share * cuda_build.processor_seconds(plan))
-    print(f"selfattn_ext: compiling {work}", flush=True)
+    if not terminal.is_quiet():
+        print(f"selfattn_ext: compiling {work}", flush=True)
     return terminal.Progress("selfattn_ext: compiled", files, log_lines=20)
 
 
 class BuildLibrary(BuildExtension):
-    """torch's build_ext, which first looks for its tools and keeps its object files."""
+    """torch's build_ext, which first looks for its tools and keeps its object files.
+
+    ``--pythons`` also makes the library for other Pythons, of which it needs the headers alone: only the
+    sources in csrc/python see Python, and all other object files are the same.
+    """
+
+    user_options = [  # noqa: RUF012
+        *BuildExtension.user_options,
+        ("pythons=", None, "other Pythons, as JSON: the folders of headers by the suffix of modules"),
+    ]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.pythons = "{}"
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -100,6 +117,25 @@ class BuildLibrary(BuildExtension):
                     super().run()
                 except RuntimeError as error:
                     raise SystemExit(f"selfattn_ext: {error}") from None
+
+    def build_extension(self, ext: Extension) -> None:
+        super().build_extension(ext)
+        for suffix, headers in json.loads(self.pythons).items():
+            self._build_for_another(ext, suffix, headers)
+
+    def _build_for_another(self, ext: Extension, suffix: str, headers: list[str]) -> None:
+        """Builds the library, which has been built for this Python, for one with such modules and headers."""
+        sees_python = {source: sources.PYTHON_FOLDER in Path(source).parts for source in ext.sources}
+        other, objects, compiler = copy.copy(ext), self.build_temp, self.compiler
+        other.sources = [source for source, sees in sees_python.items() if sees]
+        shared = [source for source, sees in sees_python.items() if not sees]
+        other.extra_objects = compiler.object_filenames(shared, output_dir=objects)
+        with (
+            mock.patch.object(self, "build_temp", os.path.join(objects, suffix.strip("."))),
+            mock.patch.object(compiler, "include_dirs", headers),
+            mock.patch.dict(os.environ, SETUPTOOLS_EXT_SUFFIX=suffix),  # setuptools reads it
+        ):
+            super().build_extension(other)
 
 
 class BuildPackage(build_py):

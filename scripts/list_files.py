@@ -19,7 +19,7 @@ from check_references import files_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/files.md"
-FOLDERS = ("selfattn_ext", "csrc", "simulators", "tests", "benchmarks", "scripts", "examples", ".ci")
+FOLDERS = ("selfattn_ext", "csrc", "simulators", "tests", "benchmarks", "scripts", "examples", "docs", ".ci")
 CPP = (".h", ".cuh", ".cpp", ".cc", ".cu")
 HEAD = """# All source files
 
@@ -77,11 +77,16 @@ def page(root: Path) -> tuple[str, list[str]]:
     for folder, names in sources(root).items():
         lines += ["", f"## {folder}", "", "| file | what it holds |", "|---|---|"]
         for files, sentence in rows(root / folder, names):
-            links = ", ".join(f"[{file}](../{folder}/{file})" for file in files)
+            links = ", ".join(f"[{_literal(file)}](../{folder}/{file})" for file in files)
             lines.append(f"| {links} | {_escaped(sentence)} |")
             if not sentence:
                 silent += [f"{folder}/{file}" for file in files]
     return "\n".join(lines) + "\n", silent
+
+
+def _literal(name: str) -> str:
+    """The name of a file, in backticks where Markdown would take its underscores for bold text."""
+    return f"`{name}`" if "__" in name else name
 
 
 def _escaped(text: str) -> str:

@@ -4,6 +4,8 @@
 >>> query = key = value = torch.randn(2, 8, 128, 64)
 >>> selfattn_ext.scaled_dot_product_attention(query, key, value, is_causal=True).shape
 torch.Size([2, 8, 128, 64])
+>>> selfattn_ext.__version__.split(".")[0]
+'0'
 """
 
 try:

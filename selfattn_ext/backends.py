@@ -56,6 +56,12 @@ class Kernel:
         dtypes: the names of the dtypes that it takes.
         automatic: whether it is chosen without being asked for.
         reason: why this machine cannot run it; None if it can.
+
+    Example:
+        >>> from selfattn_ext import backends
+        >>> loops = next(kernel for kernel in backends.kernels() if kernel.name == "loops")
+        >>> loops.available, loops.automatic, loops.dtypes
+        (True, False, ('float64', 'float32', 'bfloat16', 'float16'))
     """
 
     name: str
@@ -85,6 +91,13 @@ class Explanation:
         float32_precision: the precision of products of float32 numbers; None for other dtypes.
         threads: the number of threads; None on CUDA.
         refused: for each other kernel, as "name/isa", the reason.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import backends
+        >>> explanation = backends.explain(*torch.randn(3, 1, 2, 16, 8).unbind())
+        >>> explanation.kernel, explanation.device, explanation.dtype
+        ('fused', 'cpu', 'float32')
     """
 
     kernel: str
@@ -125,6 +138,11 @@ def kernels(device: torch.device | str = "cpu") -> list[Kernel]:
 
     Raises:
         RuntimeError: ``device`` names no device that torch knows.
+
+    Example:
+        >>> from selfattn_ext import backends
+        >>> sorted({kernel.name for kernel in backends.kernels()})
+        ['fused', 'loops']
     """
     wanted = torch.device(device)
     if wanted.type == "cpu":
@@ -145,6 +163,12 @@ def available(device: torch.device | str = "cpu") -> list[Kernel]:
 
     Returns:
         Those of :func:`kernels` whose ``reason`` is None.
+
+    Example:
+        >>> from selfattn_ext import backends
+        >>> all(kernel.reason is None for kernel in backends.available())
+        True
+        >>> device = "cuda" if backends.available("cuda") else "cpu"
     """
     return [kernel for kernel in kernels(device) if kernel.available]
 
@@ -159,6 +183,11 @@ def cpu_isas() -> list[str]:
 
     Returns:
         Their names, best first, as :func:`use_cpu_isa` takes them.
+
+    Example:
+        >>> from selfattn_ext import backends
+        >>> "scalar" in backends.cpu_isas()
+        True
     """
     return list(dict.fromkeys(kernel.isa for kernel in available() if kernel.automatic))
 
@@ -185,6 +214,15 @@ def use(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: no kernel has that name, or this machine cannot run it.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import backends, scaled_dot_product_attention
+        >>> query, key, value = torch.randn(3, 1, 2, 16, 8).unbind()
+        >>> with backends.use("loops"):
+        ...     out = scaled_dot_product_attention(query, key, value)
+        >>> torch.allclose(out, scaled_dot_product_attention(query, key, value), atol=1e-6)
+        True
     """
     _check_name(name)
     with _forced.use(name):
@@ -203,6 +241,13 @@ def use_cpu_isa(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: the instruction set is unknown, or this machine lacks it.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import backends
+        >>> with backends.use_cpu_isa("scalar"):
+        ...     print(backends.explain(*torch.randn(3, 1, 2, 16, 8).unbind()).isa)
+        scalar
     """
     extension = library.extension()
     before = extension.cpu_isa()
@@ -247,9 +292,10 @@ def explain(
     it takes no other.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap,
-            alibi_slopes, sinks, query_offset, return_weights, return_lse: as that function takes them.
-            Nothing is computed from them.
+        query, key, value: as that function takes them. Nothing is computed from them.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: likewise.
+        window_size, softcap, alibi_slopes, sinks, query_offset: likewise.
+        return_weights, return_lse: likewise.
 
     Returns:
         An :class:`Explanation`.
@@ -257,6 +303,14 @@ def explain(
     Raises:
         ValueError, TypeError: for arguments that the function would refuse, with the same message; on CUDA
             also if a kernel is asked for that does not take the call.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import backends
+        >>> query, key, value = torch.randn(3, 1, 2, 16, 8).unbind()
+        >>> explanation = backends.explain(query, key, value, is_causal=True)
+        >>> explanation.refused["loops/scalar"]
+        'runs only when asked for, with selfattn_ext.backends.use("loops")'
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,

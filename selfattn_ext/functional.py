@@ -172,6 +172,20 @@ def scaled_dot_product_attention(
     The definition is that of Vaswani et al. (2017), "Attention Is All You Need"; the computation follows
     Milakov and Gimelshein (2018), "Online normalizer calculation for softmax", and Dao (2023),
     "FlashAttention-2".
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import scaled_dot_product_attention
+        >>> query = torch.randn(2, 8, 128, 64, requires_grad=True)
+        >>> key, value = torch.randn(2, 2, 128, 64), torch.randn(2, 2, 128, 96)
+        >>> options = {"is_causal": True, "enable_gqa": True, "window_size": (32, -1), "softcap": 30.0}
+        >>> out = scaled_dot_product_attention(query, key, value, dropout_p=0.1, **options)
+        >>> out.shape
+        torch.Size([2, 8, 128, 96])
+        >>> out.sum().backward()
+        >>> out, lse = scaled_dot_product_attention(query, key, value, return_lse=True, **options)
+        >>> lse.shape, lse.dtype
+        (torch.Size([2, 8, 128]), torch.float32)
     """
     # Dynamo does not see that jagged tensors override functions.
     may_override = _is_compiling() or _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks)
@@ -294,9 +308,9 @@ def attention_weights(
     Args:
         query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are accepted, too.
         key: (..., H, S, E), same dtype; its heads are the kv heads.
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-            query_offset: as in :func:`scaled_dot_product_attention`.
-        return_lse: also return the log-sum-exp of the scores.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as in :func:`scaled_dot_product_attention`.
+        window_size, softcap, alibi_slopes, sinks, query_offset: as in :func:`scaled_dot_product_attention`.
+        return_lse: also return the log-sum-exp of the scores (..., H, L).
 
     Returns:
         weights in the query's dtype, after dropout; with ``return_lse`` also the log-sum-exp (..., H, L).
@@ -305,6 +319,14 @@ def attention_weights(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import attention_weights
+        >>> query, key = torch.randn(1, 4, 6, 16), torch.randn(1, 4, 6, 16)
+        >>> weights = attention_weights(query, key, is_causal=True)
+        >>> weights.shape, bool((weights.triu(1) == 0).all())
+        (torch.Size([1, 4, 6, 6]), True)
     """
     split_blocks.refuse("attention_weights")
     options = AttentionOptions(

@@ -1,11 +1,17 @@
-"""The subcommand ``info``: versions, CPU features, kernels, and which kernel is chosen here."""
+"""The subcommand ``info``: versions, CPU features, kernels, and which kernel is chosen here.
+
+:func:`report` gathers all of it as plain data. ``info`` prints the data as text, ``info --json`` as JSON.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +86,57 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def run() -> int:
+def report() -> dict[str, Any]:
+    """Returns everything that ``info`` tells, as plain data: :func:`facts`, and what concerns this process.
+
+    docs/troubleshooting.md describes the keys, which stay the same from version to version.
+
+    Raises:
+        ImportError: there is no compiled library and none can be made.
+    """
+    nvcc = cuda_build.find_nvcc()
+    return {
+        **facts(),
+        "package": str(Path(__file__).parent),
+        "executable": sys.executable,
+        "nvcc": None if nvcc is None else str(nvcc),
+        "extras": {name: _version(name) for name in EXTRAS},
+        "kernels": {
+            device: [{**asdict(kernel), "available": kernel.available} for kernel in backends.kernels(device)]
+            for device in ("cpu", "cuda")
+        },
+        **_choices(),
+    }
+
+
+def _choices() -> dict[str, Any]:
+    """Returns which kernels calls on the CPU take, or why none can be chosen."""
+    probe = torch.zeros(1, 1, 8, 64)
+    rounded = probe.bfloat16()
+    try:
+        chosen = {
+            "float32": asdict(backends.explain(probe, probe, probe)),
+            "bfloat16": asdict(backends.explain(rounded, rounded, rounded)),
+        }
+    except ValueError as error:
+        return {"chosen": {}, "problem": describe(error)}
+    return {"chosen": chosen, "problem": None}
+
+
+def run(as_json: bool = False) -> int:
     """Prints everything. Returns 0, or 1 if no kernel can be chosen (a wrong SELFATTN_CPU_ISA)."""
-    found = facts()
+    found = report()
+    print(json.dumps(found, indent=1) if as_json else text(found))
+    return 0 if found["problem"] is None else 1
+
+
+def text(found: dict[str, Any]) -> str:
+    """Returns a :func:`report` as text for people."""
     build = found["build"]
     features = found["features"]
+    none = "none of those looked for"
     lines = [
-        ("selfattn_ext", f"{found['selfattn_ext']} in {Path(__file__).parent}"),
+        ("selfattn_ext", f"{found['selfattn_ext']} in {found['package']}"),
         ("library", str(found["library"])),
         (
             "built by",
@@ -98,57 +148,50 @@ def run() -> int:
             "torch",
             f"{found['torch']}, CPU capability {found['torch_cpu_capability']}, {found['threads']} threads",
         ),
-        ("nvcc", str(cuda_build.find_nvcc() or "none")),
+        ("nvcc", found["nvcc"] or "none"),
         ("GPU", ", ".join(found["cuda_devices"]) or "none that torch can use"),
-        ("Python", f"{found['python']} ({sys.executable})"),
+        ("Python", f"{found['python']} ({found['executable']})"),
         ("platform", found["platform"]),
         ("CPU", f"{found['cpu']}, {found['logical_cpus']} logical, {found['architecture']}"),
-        (
-            "  has",
-            " ".join(name for name, present in features.items() if present) or "none of those looked for",
-        ),
-        (
-            "  lacks",
-            " ".join(name for name, present in features.items() if not present) or "none of those looked for",
-        ),
+        ("  has", " ".join(name for name, present in features.items() if present) or none),
+        ("  lacks", " ".join(name for name, present in features.items() if not present) or none),
         (
             "variables",
             " ".join(f"{name}={value}" for name, value in found["environment"].items()) or "none set",
         ),
-        ("extras", ", ".join(_installed(name) for name in EXTRAS)),
+        (
+            "extras",
+            ", ".join(f"{name} {has}" if has else f"no {name}" for name, has in found["extras"].items()),
+        ),
     ]
     width = max(len(name) for name, _ in lines)
-    for name, text in lines:
-        print(f"{name.ljust(width)}  {text}")
-    return _print_kernels()
+    return "\n".join([*(f"{name.ljust(width)}  {value}" for name, value in lines), "", *_kernel_lines(found)])
 
 
-def _print_kernels() -> int:
-    probe = torch.zeros(1, 1, 8, 64)
-    try:
-        explanation = backends.explain(probe, probe, probe)
-        rounded = probe.bfloat16()
-        short = backends.explain(rounded, rounded, rounded)
-    except ValueError as error:
-        print(f"\nno kernel can be chosen: {describe(error)}")
-        return 1
-    print(
-        f"\nkernels, best first; on this CPU float32 takes {explanation.kernel}/{explanation.isa}, "
-        f"bfloat16 takes {short.kernel}/{short.isa}:"
+def _kernel_lines(found: dict[str, Any]) -> Iterator[str]:
+    if found["problem"] is not None:
+        yield f"no kernel can be chosen: {found['problem']}"
+        return
+    names = {dtype: f"{taken['kernel']}/{taken['isa']}" for dtype, taken in found["chosen"].items()}
+    yield (
+        f"kernels, best first; on this CPU float32 takes {names['float32']}, "
+        f"bfloat16 takes {names['bfloat16']}:"
     )
-    taken = {(explanation.kernel, explanation.isa), (short.kernel, short.isa)}
-    for kernel in backends.kernels():
-        chosen = (kernel.name, kernel.isa) in taken
-        print(f"  {'*' if chosen else ' '} {kernel}")
-        reason = explanation.refused.get(f"{kernel.name}/{kernel.isa}")
-        if reason is not None and kernel.available and not chosen:
-            print(f"      not taken: {reason}")
-    on_cuda = backends.kernels("cuda")
-    if on_cuda:
-        print("\nkernels for CUDA, best first:")
-    for kernel in on_cuda:
-        print(f"    {kernel}")
-    return 0
+    for kernel in found["kernels"]["cpu"]:
+        name = f"{kernel['name']}/{kernel['isa']}"
+        chosen = name in names.values()
+        yield f"  {'*' if chosen else ' '} {_kernel(kernel)}"
+        reason = found["chosen"]["float32"]["refused"].get(name)
+        if reason is not None and kernel["available"] and not chosen:
+            yield f"      not taken: {reason}"
+    if found["kernels"]["cuda"]:
+        yield "\nkernels for CUDA, best first:"
+    for kernel in found["kernels"]["cuda"]:
+        yield f"    {_kernel(kernel)}"
+
+
+def _kernel(row: dict[str, Any]) -> str:
+    return str(backends.Kernel(**{name: value for name, value in row.items() if name != "available"}))
 
 
 def _cuda(build: dict[str, Any]) -> str:
@@ -161,8 +204,8 @@ def _yes(flag: bool) -> str:
     return "yes" if flag else "no: compiled without optimisation, kernels rely on their own pragmas"
 
 
-def _installed(name: str) -> str:
+def _version(name: str) -> str | None:
     try:
-        return f"{name} {importlib.metadata.version(name)}"
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return f"no {name}"
+        return None

@@ -39,6 +39,14 @@ class Causal:
 
     Args:
         query_offset: position of query 0 among the keys.
+
+    Example:
+        >>> from selfattn_ext.masks import Causal
+        >>> Causal().visible(2, 3)
+        tensor([[ True, False, False],
+                [ True,  True, False]])
+        >>> Causal(query_offset=1).options()
+        {'is_causal': True, 'query_offset': 1}
     """
 
     query_offset: int = 0
@@ -56,7 +64,11 @@ class Causal:
         return _distance(query_length, key_length, self.query_offset, device) <= 0
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`."""
+        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`.
+
+        Returns:
+            is_causal and query_offset.
+        """
         return {"is_causal": True, "query_offset": self.query_offset}
 
 
@@ -71,6 +83,17 @@ class Window:
         left: how many keys before its own position a query sees; -1 for all.
         right: how many keys after its own position a query sees; -1 for all.
         query_offset: position of query 0 among the keys.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> from selfattn_ext.masks import Window
+        >>> rule = Window(left=1, right=0)
+        >>> rule.visible(3, 3)
+        tensor([[ True, False, False],
+                [ True,  True, False],
+                [False,  True,  True]])
+        >>> query, key, value = torch.randn(3, 1, 2, 3, 8).unbind()
+        >>> out = selfattn_ext.scaled_dot_product_attention(query, key, value, **rule.options())
     """
 
     left: int = -1
@@ -96,7 +119,11 @@ class Window:
         return seen
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`."""
+        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`.
+
+        Returns:
+            window_size and query_offset.
+        """
         return {"window_size": (self.left, self.right), "query_offset": self.query_offset}
 
 
@@ -114,6 +141,11 @@ def alibi_head_slopes(num_heads: int) -> tuple[float, ...]:
 
     Raises:
         ValueError: num_heads is less than 1.
+
+    Example:
+        >>> from selfattn_ext.masks import alibi_head_slopes
+        >>> alibi_head_slopes(4)
+        (0.25, 0.0625, 0.015625, 0.00390625)
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
@@ -130,6 +162,16 @@ class Alibi:
     Args:
         slopes: one slope per query head.
         query_offset: position of query 0 among the keys.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> from selfattn_ext.masks import Alibi
+        >>> rule = Alibi.for_heads(4)
+        >>> rule.bias(2, 2)[0]
+        tensor([[-0.0000, -0.2500],
+                [-0.2500, -0.0000]])
+        >>> query, key, value = torch.randn(3, 1, 4, 6, 8).unbind()
+        >>> out = selfattn_ext.scaled_dot_product_attention(query, key, value, **rule.options())
     """
 
     slopes: tuple[float, ...]
@@ -170,8 +212,14 @@ class Alibi:
     def options(self, device: Device = None) -> dict[str, Any]:
         """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`.
 
-        The slopes are a tensor (H,) on ``device``, which must be that of the query. Call this once before a
-        training loop: copying numbers to a GPU waits for it, and a CUDA graph cannot record such a copy.
+        Call this once before a training loop: copying numbers to a GPU waits for it, and a CUDA graph cannot
+        record such a copy.
+
+        Args:
+            device: that of the query.
+
+        Returns:
+            alibi_slopes, a float32 tensor (H,), and query_offset.
         """
         slopes = torch.tensor(self.slopes, device=device)
         return {"alibi_slopes": slopes, "query_offset": self.query_offset}

@@ -38,6 +38,7 @@ __all__ = [
     "causal_attention",
     "causal_attention_backward",
     "causal_attention_forward",
+    "has_rows_outside",
     "masked_attention",
     "masked_attention_backward",
     "masked_attention_forward",
@@ -85,14 +86,20 @@ def _refuse_meta(*arguments: Any) -> None:
         )
 
 
-def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
-    """Returns an empty dense (B, H, length, width) with heads and rows in the order of ``layout``."""
+def has_rows_outside(layout: Tensor) -> bool:
+    """Tells whether a tensor (B, H, L, E) has its heads within its rows in memory, as results will have."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
-    batch, heads, rows, _ = layout.shape
+    _, heads, rows, _ = layout.shape
     # Where sizes depend on data, guessing wrong for one head or one row leaves every address the same.
     several = guard_or_true(heads > 1) and guard_or_true(rows > 1) and guard_or_true(layout.stride(1) != 0)
-    if several and guard_or_false(layout.stride(1) < layout.stride(2)):
+    return several and guard_or_false(layout.stride(1) < layout.stride(2))
+
+
+def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
+    """Returns an empty dense (B, H, length, width) with heads and rows in the order of ``layout``."""
+    batch, heads, _, _ = layout.shape
+    if has_rows_outside(layout):
         return layout.new_empty((batch, length, heads, width)).transpose(1, 2)
     return layout.new_empty((batch, heads, length, width))
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .capture import is_capturing
+from .dropout_pattern import dropout_keep, philox4x32
 from .masks import alibi_bias, visible_pairs
 
 __all__ = [
@@ -43,11 +44,16 @@ __all__ = [
     "varlen_attention",
 ]
 
-_WORD = 0xFFFFFFFF
-
 
 class AttentionResult(NamedTuple):
-    """The results of :func:`attention`: out (..., L, Ev), weights (..., L, S), lse (..., L)."""
+    """The results of :func:`attention`: out (..., L, Ev), weights (..., L, S), lse (..., L).
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.attention(*torch.randn(3, 1, 2, 6, 8).unbind()).weights.shape
+        torch.Size([1, 2, 6, 6])
+    """
 
     out: Tensor
     weights: Tensor
@@ -55,7 +61,17 @@ class AttentionResult(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, statistics and lse of inputs: float64 for float64, float32 for every other one."""
+    """The dtype of sums, statistics and lse of inputs: float64 for float64, float32 for every other one.
+
+    Args:
+        dtype: that of the inputs.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.accumulation_dtype(torch.bfloat16)
+        torch.float32
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -118,6 +134,14 @@ def attention(
     Raises:
         RuntimeError: by torch's own operations, for shapes that do not fit, or without memory for the (L, S)
             matrices. Arguments are not checked otherwise.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference, scaled_dot_product_attention
+        >>> query, key, value = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind()
+        >>> out, weights, lse = reference.attention(query, key, value, is_causal=True)
+        >>> torch.allclose(out, scaled_dot_product_attention(query, key, value, is_causal=True))
+        True
     """
     if query.dim() == 2:
         result = attention(
@@ -221,6 +245,15 @@ def varlen_attention(
 
     Raises:
         RuntimeError: as :func:`attention` does.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> query, key, value = torch.randn(3, 16, 4, 8).unbind()  # (tokens, heads, head dim)
+        >>> starts = torch.tensor([0, 5, 16])
+        >>> out, weights, lse = reference.varlen_attention(query, key, value, starts, starts, 11, 11)
+        >>> out.shape, weights.shape, lse.shape
+        (torch.Size([16, 4, 8]), torch.Size([2, 4, 11, 11]), torch.Size([4, 16]))
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     batch = len(starts_q) - 1
@@ -286,6 +319,13 @@ def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> 
 
     Raises:
         RuntimeError: by torch's own operations, for shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.attention_scores(torch.ones(1, 2, 4), torch.ones(1, 3, 4), scale=0.25)
+        tensor([[[1., 1., 1.],
+                 [1., 1., 1.]]])
     """
     dtype = accumulation_dtype(query.dtype)
     k = key.to(dtype) if query.dim() == 2 else _repeat_heads(key.to(dtype), query.size(-3))
@@ -315,6 +355,13 @@ def masked_softmax(
 
     Raises:
         RuntimeError: by torch's own operations, for shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import reference
+        >>> reference.masked_softmax(torch.zeros(2, 2), is_causal=True)
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     dtype = accumulation_dtype(scores.dtype)
     seen = visible_pairs(
@@ -360,6 +407,8 @@ def _all_finite(*tensors: Tensor) -> bool:
 
     While a CUDA graph records, or torch traces, this cannot be known, and the answer must be no.
     """
+    if torch.onnx.is_in_onnx_export():
+        return True  # Note [ONNX] in autograd/onnx_graphs.py
     if torch._guards.detect_fake_mode(tensors) is not None or get_proxy_mode() is not None:
         return False
     for tensor in tensors:
@@ -416,66 +465,3 @@ def _dropout(weights: Tensor, p: float, seed: Tensor, first_batch: int) -> Tenso
     heads, length, keys = weights.shape[-3:]
     keep = dropout_keep(seed, p, (math.prod(weights.shape[:-3]), heads, length, keys), first_batch)
     return torch.where(keep.reshape(weights.shape), weights * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
-
-
-def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first_batch: int = 0) -> Tensor:
-    """The weights that survive dropout, the same on every device.
-
-    Args:
-        seed: int64 of one element, or of five: the seed, and the numbers that the first batch element, head,
-            query and key count as, the last of these a multiple of 4.
-        p: the probability with which a weight is dropped.
-        shape: (B, H, L, S).
-        first_batch: the number that the first batch element counts as.
-
-    Returns:
-        A bool tensor of that shape, True for weights that are kept.
-
-    The random words are those of Philox4x32-7 with the key (low, high 32 bits of seed) and the counter
-    (j >> 2, i, h, b). Key j takes the word ``j & 3`` and is dropped if that is below ``floor(p * 2**32)``.
-    """
-    batch, heads, length, keys = shape
-    origin = seed[1:] if seed.numel() == 5 else seed.new_zeros(4)
-    seed = seed.reshape(-1)[0]
-
-    def along(size: int, dim: int) -> Tensor:
-        return torch.arange(size, device=seed.device).reshape([-1 if d == dim else 1 for d in range(4)])
-
-    counter = (
-        along((keys + 3) // 4, 3) + (origin[3] >> 2),
-        along(length, 2) + origin[2],
-        along(heads, 1) + origin[1],
-        along(batch, 0) + (origin[0] + first_batch),
-    )
-    words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
-    return flat[..., :keys] >= int(p * 2**32)
-
-
-def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 7
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The counter-based generator Philox4x32 of Salmon et al. (2011), "Parallel random numbers: as easy as 1,
-    2, 3".
-
-    Args:
-        counter, key: four and two int64 tensors that hold 32-bit words and broadcast.
-        rounds: the number of rounds.
-
-    Returns:
-        Four int64 tensors of random 32-bit words.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for index in range(rounds):
-        if index:
-            k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-        # The 64-bit product may overflow into the sign; shift and mask recover both words nevertheless.
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _WORD) ^ c1 ^ k0,
-            second & _WORD,
-            ((first >> 32) & _WORD) ^ c3 ^ k1,
-            first & _WORD,
-        )
-    return c0, c1, c2, c3

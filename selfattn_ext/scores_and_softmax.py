@@ -48,6 +48,14 @@ def attention_scores(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import attention_scores
+        >>> query, key = torch.randn(1, 4, 6, 16), torch.randn(1, 4, 9, 16)
+        >>> scores = attention_scores(query, key)
+        >>> torch.allclose(scores, query @ key.mT / 4, atol=1e-5)
+        True
     """
     split_blocks.refuse("attention_scores")
     if _is_overridden(query, key) and (relevant := overrides.overriding_arguments(query, key)):
@@ -91,6 +99,15 @@ def masked_softmax(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import masked_softmax
+        >>> masked_softmax(torch.zeros(2, 2), is_causal=True)
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
+        >>> masked_softmax(torch.zeros(1, 2), torch.tensor([False, False]))  # torch.softmax gives NaN
+        tensor([[0., 0.]])
     """
     split_blocks.refuse("masked_softmax")
     if _is_overridden(scores, mask) and (relevant := overrides.overriding_arguments(scores, mask)):

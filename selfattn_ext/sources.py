@@ -1,4 +1,9 @@
-"""``selfattn_ext.sources``: the list of C++ and CUDA sources, for users' builds; see build/sources.py."""
+"""``selfattn_ext.sources``: the list of C++ and CUDA sources, for users' builds; see build/sources.py.
+
+>>> from selfattn_ext import sources
+>>> sources.NAMESPACE, sources.MINIMUM_TORCH
+('selfattn', (2, 11))
+"""
 
 from .build.sources import (
     MINIMUM_TORCH,

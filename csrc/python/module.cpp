@@ -44,7 +44,7 @@ std::string compiler() {
 #endif
 }
 
-// Wraps Python's function so that threads without Python's lock may call it.
+// Wraps Python's function so that threads that Python does not know may call it.
 selfattn::cuda::MakeCode called_by_any_thread(const py::function& make_code) {
   // It is never released, like the score functions; Python may have ended before C++ does.
   auto* const held = new py::function(make_code);
@@ -199,7 +199,8 @@ double read_gbs(int64_t bytes, double seconds) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+// What functions here share is immutable, atomic or locked, so that Python's global lock is not needed.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module, py::mod_gil_not_used()) {
   module.doc() = "Introspection of the compiled selfattn_ext library; loading it registers the operators.";
   const std::string op_namespace = SELFATTN_STRINGIZE(SELFATTN_NAMESPACE);
   module.attr("op_namespace") = op_namespace;

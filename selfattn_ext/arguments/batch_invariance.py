@@ -56,6 +56,15 @@ class batch_invariant:
 
     Raises:
         TypeError: enabled is not a bool.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> query, key, value = torch.randn(3, 1, 4, 64, 32).unbind()
+        >>> with selfattn_ext.batch_invariant():
+        ...     prompt = selfattn_ext.scaled_dot_product_attention(query, key, value)
+        ...     token = selfattn_ext.scaled_dot_product_attention(query[:, :, :1], key, value)
+        >>> torch.equal(prompt[:, :, :1], token)
+        True
     """
 
     def __init__(self, enabled: bool = True) -> None:

@@ -65,10 +65,11 @@ def refuse(what: str) -> None:
     if torch.compiler.is_dynamo_compiling():
         # Dynamo then leaves the call to Python, which runs this function once more.
         raise refusal
-    block = _open[-1]
-    # Other ranks do not wait for a thread that did not open the block.
-    with block.telling() if block.thread == threading.get_ident() else nullcontext():
-        raise refusal
+    for block in _open[-1:]:  # none, if another thread has just closed it
+        # Other ranks do not wait for a thread that did not open the block.
+        with block.telling() if block.thread == threading.get_ident() else nullcontext():
+            raise refusal
+    raise refusal
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
-from .. import ops
+from .. import ops, reference
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
+from . import onnx_graphs
 from .attention_function import attention, vmapped
 from .scores_and_softmax_functions import attention_scores, masked_softmax
 
@@ -76,15 +77,22 @@ def _attention(
     **keywords: Any,
 ) -> list[Tensor]:
     tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
+    if onnx_graphs.is_exporting():
+        return onnx_graphs.wanted(tensors, scale, keywords, return_weights, return_lse)
     results = attention(tensors, scale, keywords, return_weights, return_lse)
     return [result for result in results if result is not None]
 
 
 def _attention_scores(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
+    if onnx_graphs.is_exporting():
+        return reference.attention_scores(query, key, scale)
     return attention_scores(query, key, scale, kernel_name)
 
 
 def _masked_softmax(scores: Tensor, scale: float, *, mask: OptionalTensor = None, **keywords: Any) -> Tensor:
+    if onnx_graphs.is_exporting():
+        keywords.pop("kernel_name", None)
+        return reference.masked_softmax(scores, mask, scale=scale, **keywords)
     return masked_softmax(scores, mask, scale, keywords)
 
 

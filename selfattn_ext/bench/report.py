@@ -22,9 +22,10 @@ SCHEMA = 3
 _LEGEND = (
     "ms: median of interleaved runs; f+b is forward and backward.\n"
     "/ ours: median over the rounds of peer time / our time; above 1 we are faster.\n"
-    "our speed: operations of the products, or bytes of query, key and value where reading is the limit.\n"
-    "of peak: the time that the machine needs at least over ours. The limit is named: the multiply-adds of\n"
-    "an instruction set, or reading memory, both as measured in this run.\n"
+    "our speed: operations of the products, or bytes of query, key and value where reading limits.\n"
+    "of peak: the time that the machine needs at least over ours. It is limited by the multiply-adds\n"
+    'of the named instruction set, or, where "read" is named, by reading memory, both as measured in\n'
+    "this run.\n"
 )
 _LEGEND_OF_READING = (
     "read, of read: the bandwidth of reading alone, in turns with the calls, and our share of it.\n"
@@ -35,24 +36,33 @@ _LEGEND_OF_ERRORS = (
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Returns the table, a legend of its columns, and the median ratios."""
+    """Returns a table for each number of threads and dtype, a legend of the columns, and the median ratios.
+
+    With one peer the lines have at most 100 columns.
+    """
     peers = peer_names(rows)
-    reads = any_reads(rows)
-    header = ["threads", "dtype", "(B, H, T, D)", "options", "pass", *headings(peers, reads)]
-    lines = [
-        [
-            str(row.threads),
-            row.case.dtype_name,
-            str(row.case.shape),
-            row.case.options(),
-            short_direction(row),
-            *cells(row, peers, reads),
-        ]
-        for row in rows
-    ]
-    parts = [table(header, lines, left=5), legend(rows)]
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.threads, row.case.dtype_name), []).append(row)
+    parts = [*(_table(found, peers, any_reads(rows)) for found in groups.values()), legend(rows)]
     parts.append("\n".join([*refusals(rows), *(_summary(rows, peer) for peer in peers)]))
     return "\n\n".join(part for part in parts if part)
+
+
+def _table(rows: Sequence[Row], peers: Sequence[str], reads: bool) -> str:
+    """Returns the table of rows with the same number of threads and dtype, under a line that names both."""
+    limit = next((row.ceiling.isa for row in rows if row.ceiling is not None), "")
+    header = ["(B, H, T, D)", "options", "pass", *headings(peers, reads)]
+    lines = [
+        [str(row.case.shape), row.case.options(), short_direction(row), *cells(row, peers, reads, limit)]
+        for row in rows
+    ]
+    title = f"{rows[0].case.dtype_name}, {_threads(rows[0])}" + (f", peak of {limit}" if limit else "")
+    return f"{title}\n\n{table(header, lines, left=3)}"
+
+
+def _threads(row: Row) -> str:
+    return f"{row.threads} {'thread' if row.threads == 1 else 'threads'}"
 
 
 def peer_names(rows: Sequence[Row]) -> list[str]:
@@ -79,17 +89,24 @@ def headings(peers: Sequence[str], reads: bool) -> list[str]:
     """Returns the headings of the columns of :func:`cells`."""
     names = [*peers, "our"]
     return [
-        *(f"{name} ms" for name in names),
-        *(f"{name} / ours" for name in peers),
-        "our speed",
-        *(["read", "of read"] if reads else []),
-        "of peak",
-        *(f"{name} error" for name in names),
+        *(f"{name}\nms" for name in names),
+        *(f"{name}\n/ ours" for name in peers),
+        "our\nspeed",
+        *(["read", "of\nread"] if reads else []),
+        "of\npeak",
+        *(f"{name}\nerror" for name in names),
     ]
 
 
-def cells(row: Row, peers: Sequence[str], reads: bool) -> list[str]:
-    """Returns a row's measurements: times, ratios, our share of reading and of the peak, errors."""
+def cells(row: Row, peers: Sequence[str], reads: bool, limit: str = "") -> list[str]:
+    """Returns a row's measurements: times, ratios, our share of reading and of the peak, errors.
+
+    Args:
+        row: the measurements.
+        peers: the names of those that it is compared with.
+        reads: whether there are columns of reading.
+        limit: what bounds the call if nothing else is named beside its share of the peak.
+    """
     outcomes = [row.outcomes.get(name, NOT_ASKED) for name in (*peers, OURS.name)]
     ratios = [row.ratio(peer) for peer in peers]
     share = row.share(OURS.name)
@@ -98,7 +115,7 @@ def cells(row: Row, peers: Sequence[str], reads: bool) -> list[str]:
         *("-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios),
         _speed(row),
         *(_reading(row) if reads else []),
-        "-" if share is None else f"{share:.0%} {row.bound}",
+        "-" if share is None else f"{share:.0%}" + (f" {row.bound}" if row.bound != limit else ""),
         *("-" if outcome.error is None else f"{outcome.error:.1e}" for outcome in outcomes),
     ]
 
@@ -138,9 +155,10 @@ def _summary(rows: Sequence[Row], peer: str) -> str:
     where = f"{row.case.dtype_name} {row.case.shape} {row.case.options()} {row.case.direction}".replace(
         "  ", " "
     )
+    faster = sum(ratio > 1 for ratio, _ in found)
     return (
-        f"{peer} / ours: median {middle:.2f} of {len(found)} rows, over 1 in {sum(r > 1 for r, _ in found)}; "
-        f"lowest {lowest:.2f} ({where}, {row.threads} threads)"
+        f"{peer} / ours: median {middle:.2f} of {len(found)} rows, over 1 in {faster};\n"
+        f"  lowest {lowest:.2f} ({where}, {_threads(row)})"
     )
 
 

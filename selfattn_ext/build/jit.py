@@ -14,16 +14,19 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from ..terminal import Progress
+from ..terminal import Progress, is_quiet
 from . import cuda_build, ninja_build, sources, toolchain
 
 _loaded: dict[tuple[object, ...], ModuleType] = {}
+#: A build changes environment variables and torch's own functions, so one thread at a time builds.
+_lock = threading.Lock()
 
 
 def is_registered(namespace: str) -> bool:
@@ -47,8 +50,9 @@ def load(
     They include the CUDA kernels if torch has CUDA, there is an nvcc and there is a GPU. SELFATTN_CUDA=0
     leaves the kernels out; SELFATTN_CUDA=1 compiles them also without a GPU.
 
-    The first call takes a few minutes; later ones, in other processes, compile only what has changed. A
-    second call in one process returns the module of the first.
+    The first call takes a few minutes, and shows its progress on stderr, unless SELFATTN_QUIET=1 is set;
+    later ones, in other processes, compile only what has changed. A second call in one process returns the
+    module of the first.
 
     Args:
         name: name of the module, and namespace of its operators: ``torch.ops.<name>``.
@@ -66,6 +70,13 @@ def load(
             ask for CUDA kernels that cannot be built.
         ImportError: there is no compiler, no ninja or no home folder; the message says what to do.
         RuntimeError: the sources do not compile; the message holds the compiler's output.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> module = selfattn_ext.jit.load("my_attention")  # doctest: +SKIP
+        >>> query = key = value = torch.randn(2, 8, 128, 64)
+        >>> module.ops.attention_forward(query, key, value, 0.125, is_causal=True)[0].shape  # doctest: +SKIP
+        torch.Size([2, 8, 128, 64])
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(
@@ -73,12 +84,13 @@ def load(
         )
     folder = None if build_directory is None else os.path.abspath(build_directory)
     key = (name, tuple(extra_cflags), tuple(extra_cuda_cflags), folder)
-    if key not in _loaded:
-        if is_registered(name):
-            raise ValueError(f"torch.ops.{name} holds a loaded library already; choose another name")
-        flags = [*sources.optimisation_flags(), *extra_cflags]
-        _loaded[key] = compile_and_load(name, flags, extra_cuda_cflags, build_directory, verbose)
-    return _loaded[key]
+    with _lock:
+        if key not in _loaded:
+            if is_registered(name):
+                raise ValueError(f"torch.ops.{name} holds a loaded library already; choose another name")
+            flags = [*sources.optimisation_flags(), *extra_cflags]
+            _loaded[key] = compile_and_load(name, flags, extra_cuda_cflags, build_directory, verbose)
+        return _loaded[key]
 
 
 def compile_and_load(
@@ -153,5 +165,6 @@ def _begin(plan: cuda_build.Plan, why: str, of: int, files: int) -> Progress:
     work = ninja_build.estimate(files, files / of * cuda_build.processor_seconds(plan))
     lines = [f"selfattn_ext: {why}"] if why else []
     lines.append(f"selfattn_ext: compiling {work}")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    if not is_quiet():
+        print("\n".join(lines), file=sys.stderr, flush=True)
     return Progress("selfattn_ext: compiled", files, log_lines=20)

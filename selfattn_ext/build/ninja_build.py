@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,6 @@ def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
     counts = _FINISHED.findall(listed)
     command = ["ninja", "-v", *(["-j", str(_jobs())] if _jobs() else [])]
     said = []
-    start = time.monotonic()
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(begin(int(counts[-1][1]))) if counts else None
         ninja = stack.enter_context(
@@ -108,7 +106,7 @@ def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
                 if finished is None:
                     said.append(line)
                 elif progress is not None:
-                    progress.update(int(finished[1]), _note(line, time.monotonic() - start))
+                    progress.update(int(finished[1]), _compiled(line))
         except BaseException:
             ninja.terminate()  # it ends the compilers and removes what they have not finished
             raise
@@ -117,10 +115,10 @@ def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
     return "".join(line for line in said if not line.startswith("ninja: ")).strip()
 
 
-def _note(command: str, seconds: float) -> str:
-    """The source that a command has compiled, if it did, and the seconds since the build began."""
+def _compiled(command: str) -> str:
+    """The source that a command has compiled, if it did."""
     source = _SOURCE.search(command)
-    return f"{source[1]}, after {seconds:.0f} s" if source else ""
+    return source[1] if source else ""
 
 
 @contextlib.contextmanager

@@ -161,6 +161,11 @@ def root() -> Path:
 
     Raises:
         FileNotFoundError: the sources are in neither place.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> sources.root().name
+        'csrc'
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "csrc", package.parent / "csrc"):
@@ -192,7 +197,16 @@ def _hidden(name: str) -> bool:
 
 
 def version() -> str:
-    """The version of the package, kept in csrc/version.h so that any build of the library knows it."""
+    """The version of the package, kept in csrc/version.h so that any build of the library knows it.
+
+    Raises:
+        FileNotFoundError, RuntimeError: there are no sources, or they name no version.
+
+    Example:
+        >>> import selfattn_ext
+        >>> selfattn_ext.sources.version() == selfattn_ext.__version__
+        True
+    """
     text = (root() / "version.h").read_text(encoding="utf-8")
     found = re.search(r'^#define SELFATTN_VERSION "([^"]+)"$', text, re.MULTILINE)
     if found is None:
@@ -201,7 +215,19 @@ def version() -> str:
 
 
 def supports(torch_version: str) -> bool:
-    """Whether the compiled library works with this torch, told by ``torch.__version__``."""
+    """Whether the compiled library works with a torch.
+
+    Args:
+        torch_version: its ``torch.__version__``.
+
+    Returns:
+        True from MINIMUM_TORCH on; False for older versions, and for what is no version.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> sources.supports("2.13.0+cpu"), sources.supports("2.10.0")
+        (True, False)
+    """
     found = re.match(r"(\d+)\.(\d+)", torch_version)
     return found is not None and (int(found[1]), int(found[2])) >= MINIMUM_TORCH
 
@@ -260,7 +286,16 @@ def _sources(folders: tuple[str, ...], cuda: bool, instances_in: str | os.PathLi
 def library_sources(cuda: bool = False, instances_in: str | os.PathLike[str] | None = None) -> list[str]:
     """Absolute paths of the operator library's sources, without the pybind11 module.
 
-    With ``cuda=True`` some of them are written first; see :func:`extension_sources`.
+    Args:
+        cuda, instances_in: as :func:`extension_sources` takes them.
+
+    Returns:
+        The paths, sorted.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> all(path.endswith(".cpp") for path in sources.library_sources())
+        True
     """
     return _sources(LIBRARY_FOLDERS, cuda, instances_in)
 
@@ -277,17 +312,37 @@ def extension_sources(cuda: bool = False, instances_in: str | os.PathLike[str] |
             written first.
         instances_in: the folder for these files; by default one in torch's cache of extensions
             (``TORCH_EXTENSIONS_DIR``), so that the package itself may be read-only.
+
+    Returns:
+        The paths.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> len(sources.extension_sources()) > len(sources.library_sources())  # with the pybind11 module
+        True
     """
     return _sources((*LIBRARY_FOLDERS, PYTHON_FOLDER), cuda, instances_in)
 
 
 def headers() -> list[str]:
-    """Absolute paths of all files of csrc that sources include."""
+    """Absolute paths of all files of csrc that sources include.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> any(path.endswith("version.h") for path in sources.headers())
+        True
+    """
     return sorted(str(path) for pattern in ("*.h", "*.cuh", "*.inc") for path in root().rglob(pattern))
 
 
 def definitions() -> list[str]:
-    """The macro definitions of the installed library, without a leading ``-D``."""
+    """The macro definitions of the installed library, without a leading ``-D``.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> sources.definitions()
+        ['SELFATTN_NAMESPACE=selfattn']
+    """
     return [f"SELFATTN_NAMESPACE={NAMESPACE}"]
 
 
@@ -297,6 +352,11 @@ def optimisation_flags() -> list[str]:
     Instruction sets are chosen by regions in the sources and at run time, never by ``-march`` here.
     ``-g0`` undoes the ``-g`` that many Python builds pass on, which makes the library ten times larger.
     Most Python builds also pass on ``-fwrapv``; with it here all builds give the same code.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> sources.optimisation_flags()
+        ['-std=c++17', '-O3', '-g0', '-fwrapv', '-fvisibility=hidden']
     """
     return ["-std=c++17", "-O3", "-g0", "-fwrapv", "-fvisibility=hidden"]
 
@@ -305,12 +365,23 @@ def cuda_flags() -> list[str]:
     """Flags of nvcc in every build by setup.py and jit.py, without those that name architectures.
 
     ``--use_fast_math`` is not among them: kernels call approximate functions by name where they want them.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> sources.cuda_flags()
+        ['-std=c++17', '-O3', '-Xcompiler=-fvisibility=hidden']
     """
     return ["-std=c++17", "-O3", "-Xcompiler=-fvisibility=hidden"]
 
 
 def compile_flags() -> list[str]:
-    """All compiler flags of the installed library."""
+    """All compiler flags of the installed library.
+
+    Example:
+        >>> from selfattn_ext import sources
+        >>> sources.compile_flags()[-1]
+        '-DSELFATTN_NAMESPACE=selfattn'
+    """
     return [*optimisation_flags(), *(f"-D{definition}" for definition in definitions())]
 
 

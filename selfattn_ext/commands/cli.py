@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from selfattn_ext.terminal import CommandError
+from selfattn_ext.terminal import CommandError, quiet
 
 PROGRAM = "python -m selfattn_ext"
 
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )  # a terminal without Unicode gets question marks, not a traceback
     parsed = _parser().parse_args(arguments)
     try:
-        code: int = parsed.run(parsed)
+        with quiet(getattr(parsed, "quiet", False)):
+            code: int = parsed.run(parsed)
         sys.stdout.flush()
     except (CommandError, ImportError) as error:
         print(f"{PROGRAM} {parsed.command}: error: {error}", file=sys.stderr)
@@ -87,7 +88,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "comparison, the sample and the picture. A slow machine trains fewer steps and samples less text; "
         "one step of each copy, the comparison and the picture are always made, however long they take",
     )
+    _add_quiet(parser)
     parser.set_defaults(run=_run_demo)
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="show no progress, only results")
 
 
 def _run_demo(parsed: argparse.Namespace) -> int:
@@ -107,13 +113,15 @@ def _run_demo(parsed: argparse.Namespace) -> int:
 
 def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "print versions, CPU features, kernels and which kernel is chosen"
-    commands.add_parser("info", help=text, description=text.capitalize() + ".").set_defaults(run=_run_info)
+    parser = commands.add_parser("info", help=text, description=text.capitalize() + ".")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    parser.set_defaults(run=_run_info)
 
 
 def _run_info(parsed: argparse.Namespace) -> int:
     from selfattn_ext import info
 
-    return info.run()
+    return info.run(as_json=parsed.json)
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -126,6 +134,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--seed", type=_seed, default=0, help="the seed of the inputs")
+    _add_quiet(parser)
     parser.set_defaults(run=_run_check)
 
 
@@ -160,6 +169,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=argparse.SUPPRESS,
         help="also write the results to this file; - is standard output",
     )
+    _add_quiet(parser)
     parser.set_defaults(run=_run_bench)
 
 

@@ -33,7 +33,7 @@ from selfattn_ext.demo.race import (
     train,
     with_attention,
 )
-from selfattn_ext.terminal import PICTURE_FORMATS, CommandError, check_output, describe, table
+from selfattn_ext.terminal import PICTURE_FORMATS, CommandError, check_output, describe, table, waiting
 
 ATTENTIONS = (
     ("selfattn_ext", extension_attention),
@@ -141,15 +141,17 @@ def _announce_picture(path: Path) -> bool:
 def _print_comparison(contenders: Sequence[Contender], corpus: text.Corpus, device: torch.device) -> None:
     tokens = BATCH_SIZE * corpus.context
     ours = contenders[0].step_seconds()
+    with waiting("computing the losses on held-out text"):
+        held_out = [held_out_loss(contender.model, corpus, device) for contender in contenders]
     rows = []
-    for contender in contenders:
+    for contender, loss in zip(contenders, held_out, strict=True):
         seconds = contender.step_seconds()
         rows.append(
             [
                 contender.name,
                 f"{contender.losses[0]:.4f}",
                 f"{statistics.fmean(contender.losses[-10:]):.4f}",
-                f"{held_out_loss(contender.model, corpus, device):.4f}",
+                f"{loss:.4f}",
                 f"{seconds * 1e3:.1f}",
                 f"{tokens / seconds:,.0f}",
                 f"{seconds / ours:.2f}",
@@ -167,10 +169,11 @@ def _print_agreement(contenders: Sequence[Contender], corpus: text.Corpus, devic
         f"{largest_difference(ours, formula):.1e} to the formula "
         f"({largest_difference(fused, formula):.1e} between those two)"
     )
-    held_out = [
-        held_out_loss(with_attention(ours.model, len(corpus.symbols), attention), corpus, device)
-        for _, attention in ATTENTIONS
-    ]
+    with waiting("comparing the three on the same weights"):
+        held_out = [
+            held_out_loss(with_attention(ours.model, len(corpus.symbols), attention), corpus, device)
+            for _, attention in ATTENTIONS
+        ]
     difference = max(held_out) - min(held_out)
     agree = difference < SAME_WEIGHTS_TOLERANCE  # False for NaN, too
     verdict = "they agree" if agree else f"MORE than rounding explains ({SAME_WEIGHTS_TOLERANCE:.0e})"
@@ -187,7 +190,8 @@ def _print_sample(
 ) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     prompt = corpus.prompt(PROMPT_LENGTH).to(device)
-    sample = model.sample(prompt, SAMPLE_LENGTH, generator, may_go_on=may_go_on).cpu()
+    with waiting("sampling"):
+        sample = model.sample(prompt, SAMPLE_LENGTH, generator, may_go_on=may_go_on).cpu()
     short = "" if len(sample) == len(prompt) + SAMPLE_LENGTH else " (cut short by --max-seconds)"
     print(f"\nsample{short}, from {corpus.decode(prompt)!r} on:")
     for line in corpus.decode(sample).splitlines():
@@ -199,7 +203,7 @@ def _draw_attention(model: CharTransformer, tokens: Tensor, corpus: text.Corpus,
     maps = model.attention_maps(tokens.to(model.head.weight.device))
     symbols = [corpus.symbols[token] for token in tokens]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), waiting("drawing"):
             # matplotlib warns once for each character that its font lacks, and draws a box for it.
             warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
             saved = viz.save(viz.plot_layers(maps, symbols, title="attention in the demo"), path)

@@ -119,8 +119,10 @@ def train(
             for contender in contenders:
                 contender.step(tokens, targets, _learning_rate(step, steps))
             speed = tokens.numel() / contenders[0].step_seconds()
-            progress.update(step + 1, f"loss {contenders[0].losses[-1]:.3f}  {speed:,.0f} tokens/s")
-            if budget.left(kept) < budget.spent() - before:
+            left = budget.left(kept)
+            note = f"loss {contenders[0].losses[-1]:.3f}  {speed:,.0f} tokens/s"
+            progress.update(step + 1, note, most=left)
+            if left < budget.spent() - before:
                 return step + 1
     return steps
 

@@ -70,6 +70,18 @@ class context_parallel(TorchFunctionMode):
 
     It holds for the thread that enters it. Activation checkpointing recomputes in the backward: that belongs
     into the block too, or torch refuses what is recomputed.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import MultiheadAttention
+        >>> from selfattn_ext.distributed import context_parallel, shard_sequence
+        >>> layer = MultiheadAttention(32, 4, batch_first=True)
+        >>> x = shard_sequence(torch.randn(1, 64, 32), dim=1)
+        >>> with context_parallel():
+        ...     out, _ = layer(x, x, x, is_causal=True, need_weights=False)
+        ...     out.sum().backward()
+        >>> out.shape
+        torch.Size([1, 64, 32])
     """
 
     def __init__(

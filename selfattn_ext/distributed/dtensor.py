@@ -26,12 +26,24 @@ def register_sharding() -> None:
     CPU then take query, key and value that are sharded on the batch or on heads.
 
     It holds for the whole process, and calling it again does no harm. Tensors that are sharded otherwise, or
-    on heads that the ranks do not divide, are gathered first. Calls with dropout are refused: ValueError or
-    RuntimeError.
+    on heads that the ranks do not divide, are gathered first.
 
     Raises:
+        ValueError, RuntimeError: later, by a call with dropout, which DTensors do not have.
         ImportError: this torch has no torch.distributed, or not the experimental function register_sharding,
             by which this works.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import scaled_dot_product_attention
+        >>> from selfattn_ext.distributed import register_sharding
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> register_sharding()
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> query = distribute_tensor(torch.randn(2, 4, 16, 8), mesh, [Shard(1)])  # by heads
+        >>> scaled_dot_product_attention(query, query, query).placements
+        (Shard(dim=1),)
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo

@@ -81,6 +81,14 @@ def ring_varlen_attention(
         ValueError, TypeError, RuntimeError: as :func:`ring_attention` does.
 
     With a mask or dropout each sequence is a call of its own to the kernels, otherwise all are one.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.distributed import ring_varlen_attention, shard_sequence
+        >>> starts = torch.tensor([0, 24, 64])  # two packed sequences
+        >>> rows = shard_sequence(torch.randn(64, 4, 16), dim=0, cu_seqlens=starts)
+        >>> ring_varlen_attention(rows, rows, rows, starts, is_causal=True).shape
+        torch.Size([64, 4, 16])
     """
     choices(layout, rotate)
     ranks = ranks_of(group)

@@ -37,14 +37,21 @@ def shard_sequence(
             one ends.
 
     Returns:
-        The rows of this rank as a copy, in the tensor's dtype. Differentiable: the gradient of the other rows
-        is 0.
+        The rows of this rank as a copy, in the tensor's dtype. They are differentiable, and the gradient of
+        the other rows is 0.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed. Nothing is exchanged,
             so the other ranks do not learn of it.
         IndexError: ``dim`` is no dimension of the tensor.
         RuntimeError: torch.distributed is not initialised.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.distributed import shard_sequence
+        >>> tokens = torch.arange(8)
+        >>> rows = shard_sequence(tokens, dim=0)  # of two ranks, the first one gets 0, 1, 6, 7
+        >>> positions = shard_sequence(torch.arange(8), dim=0)
     """
     ranks = ranks_of(group)
     choices(layout)
@@ -72,8 +79,8 @@ def unshard_sequence(
         dim, group, layout, cu_seqlens: as :func:`shard_sequence` takes them, the same on all ranks.
 
     Returns:
-        All rows as a new tensor of the same dtype. Differentiable: the gradient of this rank's rows is the
-        sum of what all ranks give them.
+        All rows as a new tensor of the same dtype. They are differentiable, and the gradient of this rank's
+        rows is the sum of what all ranks give them.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank if ranks
@@ -83,6 +90,13 @@ def unshard_sequence(
             timeout.
 
     Every rank of the group has to call it, and to compute the gradient if one does.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.distributed import shard_sequence, unshard_sequence
+        >>> tokens = torch.arange(8)
+        >>> torch.equal(unshard_sequence(shard_sequence(tokens, dim=0), dim=0), tokens)
+        True
     """
     ranks = ranks_of(group)
     check_plain(tensor=checks.dense_tensor("tensor", tensor))

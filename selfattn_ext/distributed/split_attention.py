@@ -92,6 +92,15 @@ def ring_attention(
     Every rank of the group has to call it, and to compute the gradient if one does. The method is that of Liu
     et al. (2023), "Ring Attention with Blockwise Transformers for Near-Infinite Context"; the zigzag layout
     is that of Zhu (2024), github.com/zhuzilin/ring-flash-attention.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.distributed import ring_attention, shard_sequence
+        >>> def attend(tokens):  # in every process, as torchrun starts them
+        ...     rows = shard_sequence(tokens, dim=2)
+        ...     return ring_attention(rows, rows, rows, is_causal=True)
+        >>> attend(torch.randn(1, 4, 64, 16)).shape  # one process has all rows
+        torch.Size([1, 4, 64, 16])
     """
     choices(layout, rotate)
     ranks = ranks_of(group)
@@ -137,8 +146,8 @@ def ulysses_attention(
     heads and the whole sequence.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap,
-            alibi_slopes, sinks, query_offset, return_lse: as :func:`ring_attention` takes them.
+        query, key, value, attn_mask, dropout_p, is_causal, scale: as :func:`ring_attention` takes them.
+        enable_gqa, window_size, softcap, alibi_slopes, sinks, query_offset, return_lse: likewise.
         group: the ranks that exchange heads, as :func:`ring_attention` takes it. Query heads are dealt out as
             evenly as they can be; kv heads go where their query heads are, so that there may be fewer of them
             than ranks.
@@ -157,6 +166,15 @@ def ulysses_attention(
             shares other processes than this one with ``group``.
 
     The method is that of Jacobs et al. (2023), "DeepSpeed Ulysses".
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.distributed import shard_sequence, ulysses_attention
+        >>> def attend(tokens):  # in every process, as torchrun starts them
+        ...     rows = shard_sequence(tokens, dim=2)
+        ...     return ulysses_attention(rows, rows, rows, is_causal=True)
+        >>> attend(torch.randn(1, 4, 64, 16)).shape  # one process has all rows
+        torch.Size([1, 4, 64, 16])
     """
     choices(layout, rotate)
     ranks = ranks_of(group)

@@ -12,6 +12,7 @@ Note [Where torch's context parallelism is met]
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,22 +28,26 @@ _NAMES = ("_cp_options", "_distribute_function", "_replaced_functions")
 
 #: torch's function, once for each time that the switch was turned on.
 _torchs: list[Callable[..., None]] = []
+_lock = threading.Lock()
 
 
 def activate() -> None:
     """Blocks of torch's context_parallel that begin from now on are ours."""
     module = _module()
     if module is not None:
-        _torchs.append(_torchs[0] if _torchs else module._distribute_function)
-        module._distribute_function = _distribute_function
+        with _lock:
+            _torchs.append(_torchs[0] if _torchs else module._distribute_function)
+            module._distribute_function = _distribute_function
 
 
 def restore() -> None:
     """Blocks are torch's again, once this has been called as often as :func:`activate`."""
     module = _module()
-    if module is not None and _torchs:
-        torchs = _torchs.pop()
-        if not _torchs:
+    if module is None:
+        return
+    with _lock:
+        torchs = _torchs.pop() if _torchs else None
+        if torchs is not None and not _torchs:
             module._distribute_function = torchs
 
 

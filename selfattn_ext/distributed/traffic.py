@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 __all__ = ["bytes_sent", "note"]
 
 _sent = 0
+_lock = threading.Lock()
 
 
 def bytes_sent() -> int:
@@ -16,6 +18,12 @@ def bytes_sent() -> int:
 
     Returns:
         An int, which never falls. Tensors that are filled up to a common length count with the filling.
+
+    Example:
+        >>> from selfattn_ext.distributed import bytes_sent
+        >>> before = bytes_sent()
+        >>> bytes_sent() - before  # nothing was computed meanwhile
+        0
     """
     return _sent
 
@@ -23,4 +31,6 @@ def bytes_sent() -> int:
 def note(tensors: Iterable[Tensor], times: int = 1) -> None:
     """Counts tensors that are sent to so many others."""
     global _sent
-    _sent += times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    sent = times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    with _lock:  # autograd may count in a thread of its own
+        _sent += sent

@@ -87,15 +87,16 @@ def flex_attention(
         kernel_options: those of torch's kernels; they change no result and are ignored.
         return_aux: a :class:`torch.nn.attention.flex_attention.AuxRequest`: also return an AuxOutput with the
             log-sum-exp and the largest score of each query (B, H, L), in float32 (float64).
-        attn_mask, dropout_p, is_causal, window_size, softcap, alibi_slopes, sinks, query_offset,
-            return_weights: as :func:`selfattn_ext.scaled_dot_product_attention` takes them. softcap and ALiBi
-            come before score_mod, masks after it.
+        attn_mask, dropout_p, is_causal: as :func:`selfattn_ext.scaled_dot_product_attention` takes them.
+        window_size, softcap, alibi_slopes, sinks, query_offset: likewise. softcap and ALiBi come before
+            score_mod, masks after it.
+        return_weights: also return the weights (B, H, L, S), after dropout.
 
     Returns:
-        out (B, H, L, Ev) in the query's dtype, or a tuple with what else was asked for: (out, weights, lse),
-        (out, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and every
-        captured tensor that requires a gradient; gradients have the same bits in each run. A query that sees
-        no key has output 0, lse -inf and gradient 0.
+        out (B, H, L, Ev) in the query's dtype, or a tuple with what else was asked for, as (out, lse) or
+        (out, weights, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and
+        every captured tensor that requires a gradient; gradients have the same bits in each run. A query that
+        sees no key has output 0, lse -inf and gradient 0.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed, or the line of the
@@ -112,6 +113,17 @@ def flex_attention(
 
     The language is that of Dong et al. (2024), "Flex Attention: A Programming Model for Generating Optimized
     Attention Kernels".
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import flex_attention
+        >>> slopes = torch.full((2,), 0.5, requires_grad=True)
+        >>> def distance(score, batch, head, q_idx, kv_idx):
+        ...     return score - slopes[head] * (q_idx - kv_idx).abs()
+        >>> query, key, value = torch.randn(3, 1, 2, 16, 8).unbind()
+        >>> flex_attention(query, key, value, distance, is_causal=True).square().sum().backward()
+        >>> slopes.grad.shape
+        torch.Size([2])
     """
     wants_lse = return_lse or bool(return_aux is not None and return_aux.lse)
     options = AttentionOptions(

@@ -34,7 +34,7 @@ def _marked(counts: Tensor, indices: Tensor, mark: int) -> Tensor:
     outside = listed & ((indices < 0) | (indices >= blocks))
     if indices.device.type == "cuda":
         places = torch.where(outside, blocks, places)  # without waiting for the GPU to raise an error
-    elif bool(outside.any()):
+    elif not torch.onnx.is_in_onnx_export() and bool(outside.any()):
         raise ValueError(f"block_mask lists key blocks outside its {blocks}")
     marks = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.uint8, device=indices.device)
     return marks.scatter_(-1, places, mark)[..., :blocks].contiguous()

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from ..build import library, sources, toolchain
+from ..terminal import waiting
 from . import function_cache
 
 __all__ = ["KEY_LENGTH", "CompilerError", "load"]
@@ -149,7 +150,8 @@ def _compiled(source: str) -> bytes:
             text, made = Path(folder, "function.cpp"), Path(folder, "function.so")
             text.write_text(source, encoding="utf-8")
             command = [*_compiler(), *_flags(), f"-I{sources.root()}", str(text), "-o", str(made)]
-            _run(command)
+            with waiting("selfattn_ext: compiling a function of scores, once for all processes"):
+                _run(command)
             if not made.exists():
                 raise CompilerError(f"{shlex.join(command)} made no library")
             return made.read_bytes()

@@ -11,6 +11,7 @@ import functools
 import hashlib
 
 from ..build import library, sources
+from ..terminal import waiting
 from . import compiler, function_cache, nvrtc
 from .cuda_source import Headers, headers_of, most_dims
 from .operations import STANDARD
@@ -90,7 +91,11 @@ def _code_of(headers: Headers, key: str, kernel: str, capability: int) -> list[b
     if len(code) < len(names):
         own = {"selfattn_function_arguments.h": headers.arguments, "selfattn_function.h": headers.function}
         options = [*_OPTIONS, f"--include-path={sources.root()}"]
-        code = [*nvrtc.compile_kernel(_TEXT, kernel, capability, {**_standard_headers(), **own}, options)]
+        with waiting(
+            "selfattn_ext: compiling a CUDA kernel with a function of scores, once for all processes"
+        ):
+            headers_in_text = {**_standard_headers(), **own}
+            code = [*nvrtc.compile_kernel(_TEXT, kernel, capability, headers_in_text, options)]
         with contextlib.suppress(OSError):  # another process then compiles it again
             for name, content in zip(names, code, strict=True):
                 function_cache.write(name, content)

@@ -22,7 +22,7 @@ from .indexing import Indexing
 from .nodes import Load, Node, replay
 from .tracing import INDEX_DTYPE
 
-__all__ = ["at_once", "gradients", "in_rows"]
+__all__ = ["at_once", "gradients", "in_rows", "of_traced"]
 
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
@@ -38,8 +38,16 @@ class _OfAllScores(NamedTuple):
     visible: Callable[[Places], Tensor] | None
 
 
-def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> AttentionResult:
-    """A call whose functions have been recorded, with these captured tensors in place of the recorded."""
+def of_traced(
+    tensors: Tensors,
+    captured: Sequence[Tensor],
+    call: Call,
+    compute: Callable[..., AttentionResult] = plain_formula,
+) -> AttentionResult:
+    """A call whose functions have been recorded, with these captured tensors in place of the recorded.
+
+    ``compute`` is given what :func:`selfattn_ext.arguments.formula` takes.
+    """
     traced, function = call.traced, call.traced.function
     position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
 
@@ -70,7 +78,7 @@ def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> Atte
     functions = _OfAllScores(
         None if function.score.op == "score" else modified, None if function.mask is None else shown
     )
-    return _attention(tensors, call, functions)
+    return _attention(tensors, call, functions, compute=compute)
 
 
 def gradients(
@@ -94,7 +102,7 @@ def gradients(
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
         size = len(Tensors._fields)
-        result = _of_traced(Tensors(*aliases[:size]), aliases[size:], call)  # type: ignore[arg-type]
+        result = of_traced(Tensors(*aliases[:size]), aliases[size:], call)  # type: ignore[arg-type]
         ends = [(end, given) for end, given in zip(result, cotangents, strict=True) if given is not None]
         wanted = [alias for alias, need in zip(aliases, needs, strict=False) if alias is not None and need]
         found = iter(
@@ -181,7 +189,11 @@ def _python(call: PythonCall) -> _OfAllScores:
 
 
 def _attention(
-    tensors: Tensors, call: Call | PythonCall, functions: _OfAllScores, first: int = 0
+    tensors: Tensors,
+    call: Call | PythonCall,
+    functions: _OfAllScores,
+    first: int = 0,
+    compute: Callable[..., AttentionResult] = plain_formula,
 ) -> AttentionResult:
     """Attention of a batch, whose query 0 is number ``first``, or of packed sequences one after the other."""
     query, key = tensors.query, tensors.key
@@ -200,7 +212,7 @@ def _attention(
         places = _places(0, batch, heads, first, length, key.size(2), query.device)
         score = functions.score
         modify = None if score is None else lambda scores: score(scores, places)
-        return plain_formula(tensors, call.scale, call.keywords, modify, visible(places))
+        return compute(tensors, call.scale, call.keywords, modify, visible(places))
 
     def of_sequence(number: int, length: int, keys: int) -> Places:
         return _places(number, 1, heads, 0, length, keys, query.device)
@@ -213,7 +225,7 @@ def _attention(
         assert functions.visible is not None
         return functions.visible(of_sequence(number, length, keys)).squeeze(0)
 
-    return plain_formula(
+    return compute(
         tensors, call.scale, call.keywords, functions.score and modified, functions.visible and shown
     )
 

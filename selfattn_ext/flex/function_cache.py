@@ -13,12 +13,14 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 __all__ = ["find", "read", "write"]
 
 _VARIABLE = "SELFATTN_FUNCTION_CACHE"
 _DIGEST_LENGTH = 64
+_lock = threading.Lock()
 
 
 def find(name: str) -> Path | None:
@@ -97,7 +99,8 @@ def _absolute(folder: str) -> Path | None:
 
 
 def _temporary_folder() -> Path:
-    folder = Path(_temporary_of_process().name)
+    with _lock:  # functools.cache would let two threads make a folder each
+        folder = Path(_temporary_of_process().name)
     folder.mkdir(exist_ok=True)
     return folder
 

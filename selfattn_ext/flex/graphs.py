@@ -44,10 +44,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
+from ..autograd import onnx_graphs
 from ..autograd.graph_operators import arguments_of, composed
 from ..build import sources
 from ..reference import accumulation_dtype
-from . import block_masks, compiler, kernel_calls, written
+from . import block_masks, compiler, formula, kernel_calls, written
 from .flex_call import Call, Functions
 from .nodes import UnsupportedFunctionError
 from .recorder import tensors_in
@@ -304,12 +305,16 @@ def _attention(
     captured_numbers: Sequence[float] = (),  # the text has them, too
     **keywords: Any,
 ) -> list[Tensor]:
-    traced, loaded = written.read(score_function, block_map is not None)
-    size = None if block_size is None else (block_size[0], block_size[1])
-    call = Call(
-        scale, {**keywords, **loaded}, return_weights, return_lse, traced, block_map, size,
-    )  # fmt: skip
     tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
+    size = None if block_size is None else (block_size[0], block_size[1])
+    if onnx_graphs.is_exporting():
+        traced = written.recorded(score_function)
+        call = Call(scale, keywords, return_weights, return_lse, traced, block_map, size)
+        compute = functools.partial(onnx_graphs.attention, want_weights=return_weights, want_lse=return_lse)
+        out, weights, lse = formula.of_traced(tensors, captured, call, compute)
+        return [out, weights, lse, lse + weights.amax(-1).log() if lse.dim() == 3 else lse]
+    traced, loaded = written.read(score_function, block_map is not None)
+    call = Call(scale, {**keywords, **loaded}, return_weights, return_lse, traced, block_map, size)
     results = kernel_calls.all_results(tensors, call, captured)
     return [query.new_empty(0) if result is None else result for result in results]
 
@@ -412,7 +417,11 @@ _library.define(
 )
 for _device in ("CPU", "CUDA"):
     _library.impl("block_map", _block_map_of_lists, _device)
-_block_map = getattr(torch.ops, ops.NAMESPACE).block_map.default
+_block_map_operator = getattr(torch.ops, ops.NAMESPACE).block_map.default
+
+
+def _block_map(*lists: OptionalTensor) -> Tensor:
+    return (_block_map_of_lists if onnx_graphs.is_exporting() else _block_map_operator)(*lists)
 
 
 @torch.library.register_fake(f"{ops.NAMESPACE}::block_map")  # type: ignore[untyped-decorator]

@@ -87,7 +87,7 @@ def source_of(function: Function) -> str:
     key = _key(function)
     source = _known.get(key)
     if source is None:
-        if len(_known) == _MOST_KNOWN:
+        if len(_known) >= _MOST_KNOWN:  # more, where threads have added at once
             _known.clear()
         source = _known[key] = _written(function)
     return source

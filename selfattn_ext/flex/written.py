@@ -19,7 +19,7 @@ from . import kernel_calls, nodes, statements, tracing
 from .ranges import Ranges
 from .tracing import Traced
 
-__all__ = ["read", "write"]
+__all__ = ["read", "recorded", "write"]
 
 #: The classes of the objects in a recording.
 _KINDS: dict[str, Any] = {
@@ -95,21 +95,30 @@ def _objects(value: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=256)
 def read(text: str, has_blocks: bool = False) -> tuple[Traced, Keywords]:
-    """The functions that :func:`write` was given, with tensors of no numbers in place of the captured ones,
-    and the keyword that names them to the operators, once they are compiled and loaded.
+    """:func:`recorded`, and the keyword that names the functions to the operators, once they are compiled and
+    loaded.
 
     Raises:
         ValueError: it is no text of :func:`write`.
         CompilerError: the functions cannot be compiled here.
     """
+    traced = recorded(text)
+    return traced, kernel_calls.loaded(traced, has_blocks)
+
+
+def recorded(text: str) -> Traced:
+    """The functions that :func:`write` was given, with tensors of no numbers in place of the captured ones.
+
+    Raises:
+        ValueError: it is no text of :func:`write`.
+    """
     try:
-        traced = _read(json.loads(text))
+        return _read(json.loads(text))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             "score_function must be a function as this version of selfattn_ext writes it into exported "
             "programs, but it is not: export the program again"
         ) from error
-    return traced, kernel_calls.loaded(traced, has_blocks)
 
 
 def _read(written: Any) -> Traced:

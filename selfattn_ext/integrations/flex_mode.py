@@ -32,6 +32,17 @@ def as_flex() -> ContextDecorator:
     Raises:
         RuntimeError: on entry, if this torch's flex_attention has other arguments than this package knows.
         ValueError, TypeError, IndexError: in the block, as :func:`selfattn_ext.flex_attention` does.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> from torch.nn.attention.flex_attention import flex_attention
+        >>> def nearer_is_better(score, batch, head, q_idx, kv_idx):
+        ...     return score - (q_idx - kv_idx).abs()
+        >>> query = torch.randn(1, 2, 16, 8, requires_grad=True)
+        >>> with selfattn_ext.as_flex():
+        ...     flex_attention(query, query, query, nearer_is_better).sum().backward()
+        >>> query.grad.shape
+        torch.Size([1, 2, 16, 8])
     """
     return _Block()
 

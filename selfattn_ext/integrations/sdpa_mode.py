@@ -83,6 +83,18 @@ def as_sdpa() -> _Block | _Traced:
     Raises:
         NotImplementedError: in a function that torch.compile compiles, if attention is called in it while a
             block of :class:`selfattn_ext.distributed.context_parallel` is open.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> import torch.nn.functional as F
+        >>> query = key = value = torch.randn(2, 4, 16, 32, requires_grad=True)
+        >>> with selfattn_ext.as_sdpa():
+        ...     F.scaled_dot_product_attention(query, key, value, dropout_p=0.1).sum().backward()
+        >>> @selfattn_ext.as_sdpa()
+        ... def encode(layer, x):
+        ...     return layer(x)
+        >>> encode(torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
     """
     if torch.compiler.is_dynamo_compiling():
         _put_in_graphs()

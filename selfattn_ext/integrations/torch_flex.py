@@ -43,21 +43,38 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def activate() -> None:
     """Has torch's flex_attention run on this package's kernels in all threads, until :func:`restore`.
 
-    Calling it again does nothing.
+    The calls that it takes are those of :func:`selfattn_ext.as_flex`. Calling it again does nothing.
 
     Raises:
         RuntimeError: this torch's flex_attention has other arguments than this package knows.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.integrations import torch_flex
+        >>> from torch.nn.attention.flex_attention import flex_attention
+        >>> query = torch.randn(1, 2, 16, 8, requires_grad=True)
+        >>> torch_flex.activate()
+        >>> flex_attention(query, query, query).sum().backward()  # torch's refuses gradients on the CPU
+        >>> torch_flex.restore()
     """
-    if not _activated.is_set():
-        _activated.set()
-        switch.enter()
+    with _lock:
+        if not _activated.is_set():
+            switch.enter()
+            _activated.set()
 
 
 def restore() -> None:
-    """Undoes :func:`activate`, if it was called. Open blocks of as_flex stay in force."""
-    if _activated.is_set():
-        _activated.clear()
-        switch.leave()
+    """Undoes :func:`activate`, if it was called. Open blocks of as_flex stay in force.
+
+    Example:
+        >>> from selfattn_ext.integrations import torch_flex
+        >>> torch_flex.activate()
+        >>> torch_flex.restore()
+    """
+    with _lock:
+        if _activated.is_set():
+            _activated.clear()
+            switch.leave()
 
 
 def attention(
@@ -182,3 +199,4 @@ def _not_entered(*_: Any, **__: Any) -> Any:
 #: The switch that :func:`activate` and as_flex share.
 switch = _Switch()
 _activated = threading.Event()
+_lock = threading.Lock()

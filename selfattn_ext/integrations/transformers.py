@@ -38,6 +38,15 @@ def register(name: str = "selfattn_ext") -> None:
     Raises:
         ImportError: transformers is missing or older than 4.57.
         ValueError: the name is taken, or has a meaning for transformers.
+
+    Example:
+        >>> import selfattn_ext.integrations.transformers
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> selfattn_ext.integrations.transformers.register()
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=1)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="selfattn_ext")
+        >>> model.config._attn_implementation
+        'selfattn_ext'
     """
     attention, masks, version = _interfaces()
     if not isinstance(name, str) or not name or any(part in name for part in _RESERVED):
@@ -123,6 +132,11 @@ def attention_forward(
     Raises:
         ValueError: for ``cache``, ``block_indices`` of a layer that says no block size, a ``head_mask`` of
             another shape, and as :func:`selfattn_ext.scaled_dot_product_attention` does.
+
+    Example:
+        >>> from selfattn_ext.integrations.transformers import attention_forward
+        >>> from transformers import AttentionInterface
+        >>> AttentionInterface.register("my_attention", attention_forward)  # register() does this, too
     """
     if cache is not None:
         raise ValueError(

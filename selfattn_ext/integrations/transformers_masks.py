@@ -41,13 +41,14 @@ __all__ = ["attention_mask", "captured", "note_bool_masks"]
 Window = tuple[int, int]
 
 
-# Whether the models of a class of configurations take bool masks.
-_takes_bool: dict[type, bool] = {}
+# The classes of configurations of which some model takes bool masks, and those of which one does not.
+_with_bool: set[type] = set()
+_without_bool: set[type] = set()
 
 
 def note_bool_masks(config: Any, taken: bool) -> None:
     """Remembers whether a model of this configuration takes bool masks; all that share its class must."""
-    _takes_bool[type(config)] = taken and _takes_bool.get(type(config), True)
+    (_with_bool if taken else _without_bool).add(type(config))
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
@@ -59,6 +60,11 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     Returns:
         None if queries see every key and that is allowed; a mask that is computed when it is needed; or a
         plain mask (B, 1, L, S) if a graph is or may be traced: Note [What a model may do with its mask].
+
+    Example:
+        >>> from selfattn_ext.integrations.transformers import mask_function
+        >>> from transformers import AttentionMaskInterface
+        >>> AttentionMaskInterface.register("my_attention", mask_function)  # register() does this, too
     """
     from transformers import masking_utils
 
@@ -92,7 +98,8 @@ _NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 def _plain_mask(arguments: dict[str, Any], masking_utils: Any) -> Tensor | None:
     """A mask of transformers' own, in the form that the model takes."""
-    if _takes_bool.get(type(arguments.get("config")), False):
+    kind = type(arguments.get("config"))
+    if kind in _with_bool and kind not in _without_bool:
         return masking_utils.sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
     return masking_utils.eager_mask(**arguments)
 

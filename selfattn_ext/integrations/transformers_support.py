@@ -15,6 +15,7 @@ import copy
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -35,6 +36,7 @@ __all__ = ["keeps_sinks_out_of_weights", "makes_masks", "register"]
 _WITH_TABLES = {"data2vec", "deepseek_ocr2", "falcon", "sam", "sam_hq", "unlimited_ocr"}
 
 _names: set[str] = set()
+_lock = threading.Lock()
 _version: tuple[int, ...] = ()
 _attention_forward: Callable[..., Any]
 
@@ -46,12 +48,13 @@ def register(name: str, version: tuple[int, ...], attention_forward: Callable[..
     global _attention_forward, _version
     from transformers import PreTrainedModel
 
-    if not _names:
-        _attention_forward, _version = attention_forward, version
-        PreTrainedModel.get_correct_attn_implementation = _judging(
-            PreTrainedModel.get_correct_attn_implementation
-        )
-    _names.add(name)
+    with _lock:
+        if not _names:
+            _attention_forward, _version = attention_forward, version
+            PreTrainedModel.get_correct_attn_implementation = _judging(
+                PreTrainedModel.get_correct_attn_implementation
+            )
+        _names.add(name)
 
 
 def makes_masks(module: nn.Module) -> bool:

@@ -49,12 +49,7 @@ class KVCache:
     """Keys and values of several layers, for a number of sequences that begin, grow and end.
 
     A step of a decoder is one :meth:`extend`, which makes room for the tokens to come, and one :meth:`attend`
-    per layer::
-
-        cache = KVCache(layers=2, sequences=3, kv_heads=4, head_dim=64, capacity=1024)
-        cache.extend(5)                                # five more tokens for every sequence
-        for layer in range(2):
-            out = cache.attend(layer, query, key, value)   # (3, H, 5, 64)
+    per layer.
 
     Args:
         layers: the number of layers, which have a tensor of keys and one of values each.
@@ -83,6 +78,17 @@ class KVCache:
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
+
+    Example:
+        >>> import torch, selfattn_ext
+        >>> cache = selfattn_ext.KVCache(layers=2, sequences=3, kv_heads=4, head_dim=64, capacity=32)
+        >>> for tokens in (5, 1):  # a prompt, then the token after it
+        ...     cache.extend(tokens)
+        ...     for layer in range(2):
+        ...         query, key, value = torch.randn(3, 3, 4, tokens, 64).unbind()
+        ...         out = cache.attend(layer, query, key, value)
+        >>> cache.lengths, out.shape
+        ([6, 6, 6], torch.Size([3, 4, 1, 64]))
     """
 
     def __init__(
@@ -323,9 +329,10 @@ class KVCache:
             query: (B, H, L, E) in the cache's layout, for B sequences with L new tokens each; or packed
                 (total, H, E), for any numbers of tokens. Hk divides H.
             key, value: the same with Hk heads.
-            attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks, score_mod,
-                mask_mod, return_weights, return_lse: as in :func:`selfattn_ext.attention_with_kvcache`, but
-                is_causal by default.
+            attn_mask, dropout_p, scale: as in :func:`selfattn_ext.attention_with_kvcache`.
+            is_causal: likewise, but True by default.
+            window_size, softcap, alibi_slopes, sinks, score_mod, mask_mod: likewise.
+            return_weights, return_lse: likewise.
 
         Returns:
             out, shaped as query with the value's head dim; with the weights (B, H, L, capacity) and the lse,

@@ -117,8 +117,7 @@ def attention_with_kvcache(
 ) -> Any:
     """Attention of a step of a decoder: writes the new keys and values into the cache, then attends to it.
 
-    Every sequence of the batch has a length of its own. Options that are not explained here are those of
-    :func:`selfattn_ext.scaled_dot_product_attention`.
+    Every sequence of the batch has a length of its own.
 
     Args:
         query: (B, H, L, E), any number L of queries per sequence, float64, float32, bfloat16 or float16; see
@@ -137,12 +136,14 @@ def attention_with_kvcache(
             page block_table[b, j // page_size]. Entries past the last key are not looked at.
         attn_mask: broadcastable to (B, H, L, capacity), in both layouts; the capacity of a paged sequence is
             pages of a sequence * page_size.
+        dropout_p, scale: as in :func:`selfattn_ext.scaled_dot_product_attention`.
         is_causal: query i sees keys ``j <= i + query_offset``: with the default offset all that came before
             it, and itself.
         enable_gqa: accepted for compatibility with other functions, and ignored: Hk may always divide H.
         layout: "bhld" as above, or "blhd" as in FlashAttention: query, key and value (B, L, H, E), cache
             (B, capacity, Hk, E), pages (N, page_size, Hk, E). None: the one that the shapes fit; "bhld" where
             both do.
+        window_size, softcap, alibi_slopes, sinks: as in :func:`selfattn_ext.scaled_dot_product_attention`.
         query_offset: position of query 0 of each sequence among its keys, an int or an integer tensor (B,).
             None counts from the end: the length with the new keys, minus L.
         score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used, as in
@@ -151,6 +152,7 @@ def attention_with_kvcache(
             given pages as one sequence.
         mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)`` returns whether the query sees the key; not a
             BlockMask, but such a function.
+        return_weights, return_lse: also return the weights, after dropout, and the log-sum-exp.
 
     Returns:
         out (B, H, L, Ev) in the layout of query, or (out, weights), (out, lse), (out, weights, lse) with
@@ -170,6 +172,16 @@ def attention_with_kvcache(
 
     Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import attention_with_kvcache
+        >>> key_cache, value_cache = torch.zeros(2, 3, 4, 64, 32).unbind()  # 3 sequences, 4 heads, 64 rows
+        >>> lengths = torch.tensor([5, 0, 17])  # keys that each sequence has
+        >>> query, key, value = torch.randn(3, 3, 4, 1, 32).unbind()  # one new token for each
+        >>> out = attention_with_kvcache(query, key_cache, value_cache, key, value, lengths, is_causal=True)
+        >>> out.shape, torch.equal(key_cache[2, :, 17], key[2, :, 0])
+        (torch.Size([3, 4, 1, 32]), True)
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..arguments import (
     AttentionOptions,
     Keywords,
     OptionalTensor,
+    Tensors,
     autocast,
     checks,
     keywords_of,
@@ -22,8 +24,10 @@ from ..arguments import (
     with_options,
 )
 from ..attend import dropout_seed
+from ..autograd import onnx_graphs
 from ..autograd.graph_operators import arguments_of, composed
-from ..flex import written
+from ..flex import formula, written
+from ..flex.flex_call import Call
 from ..reference import default_scale
 from . import cache_checks
 
@@ -163,12 +167,43 @@ def _operator(
 ) -> list[Tensor]:
     others = (*map(keywords.get, _WITH_GRADIENTS), *keywords.get("captured", ()))
     cache_checks.no_derivatives((query, key_cache, value_cache, key, value, *others))
+    if onnx_graphs.is_exporting():
+        given = (query, key_cache, value_cache, key, value, factor, keywords, return_weights, return_lse)
+        return _in_onnx(*given, score_function)
     if score_function is not None:
         keywords |= written.read(score_function)[1]
     results = _attended(
         query, key_cache, value_cache, key, value, factor, keywords, return_weights, return_lse
     )
     return [result for result in results if result is not None]
+
+
+def _in_onnx(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    keywords: Keywords,
+    want_weights: bool,
+    want_lse: bool,
+    score_function: str | None,
+) -> list[Tensor]:
+    """The step as Note [ONNX] in autograd/onnx_graphs.py says."""
+    if key is not None and value is not None:
+        before = keywords["seqlens_k"] - key.size(2)
+        onnx_graphs.append(key_cache, value_cache, key, value, before, None, keywords.get("block_table"))
+    names = (*_WITH_GRADIENTS, "dropout_seed")
+    tensors = Tensors(query, key_cache, value_cache, *(keywords.pop(name, None) for name in names))
+    captured, _ = keywords.pop("captured", ()), keywords.pop("captured_numbers", ())
+    tensors, keywords = onnx_graphs.cached(tensors, keywords)
+    if score_function is None:
+        return onnx_graphs.wanted(tensors, factor, keywords, want_weights, want_lse)
+    call = Call(factor, keywords, want_weights, want_lse, written.recorded(score_function), None, None)
+    compute = functools.partial(onnx_graphs.attention, want_weights=want_weights, want_lse=want_lse)
+    result = formula.of_traced(tensors, captured, call, compute)
+    return onnx_graphs.chosen(result, want_weights, want_lse)
 
 
 def _reading_operator(
@@ -230,6 +265,9 @@ def _appended(
     key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any
 ) -> None:
     cache_checks.no_derivatives((key_cache, value_cache, key, value))
+    if onnx_graphs.is_exporting():
+        onnx_graphs.append(key_cache, value_cache, key, value, *more, **options)
+        return
     ops.append_to_cache(key_cache, value_cache, key, value, *more, **options)
     _increment_version((key_cache, value_cache))
 

@@ -21,22 +21,23 @@ class MultiheadAttention(nn.MultiheadAttention):
     3.2.2).
 
     Constructor, parameters, initialisation, state_dict keys, forward arguments and results are torch's, so
-    that it loads torch's checkpoints and can take the place of `self_attn` in
+    that it loads torch's checkpoints and can take the place of ``self_attn`` in
     torch.nn.TransformerEncoderLayer and TransformerDecoderLayer. What differs:
 
     - A query whose keys are all hidden gets zeros (before the output projection), where torch gives NaN.
-    - `is_causal=True` needs no attn_mask. Together with one it is the hint that torch describes: the layer
+    - ``is_causal=True`` needs no attn_mask. Together with one it is the hint that torch describes: the layer
       assumes that the mask is the causal one and does not read it, whatever else is asked for.
     - key_padding_mask and attn_mask may differ in dtype, and bool masks are not turned into float ones.
     - Wrong arguments raise TypeError or ValueError, where torch raises AssertionError or RuntimeError.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
-            dtype: as in torch.nn.MultiheadAttention.
+        embed_dim, num_heads, dropout, bias: as in :class:`torch.nn.MultiheadAttention`.
+        add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: likewise.
         num_kv_heads: key and value heads, a divisor of num_heads; each serves num_heads / num_kv_heads query
             heads (grouped-query attention, Ainslie et al. 2023, https://arxiv.org/abs/2305.13245; 1 is
             multi-query attention). The projections of keys and values shrink accordingly.
-        rotary: whether to rotate queries and keys by their positions (`rotary_embedding`, Su et al. 2021).
+        rotary: whether to rotate queries and keys by their positions, by
+            :func:`selfattn_ext.nn.rotary_embedding` (Su et al. 2021).
         rotary_base, rotary_interleaved: base and interleaved of the rotation.
         window_size: (left, right), how many keys before and after its own position a query sees; −1 is no
             bound.
@@ -50,6 +51,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         ValueError: a size is not positive, num_heads does not divide embed_dim, num_kv_heads does not divide
             num_heads, rotary is used with an odd head size, a window is combined with add_bias_kv or
             add_zero_attn (whose keys have no position), or a bound of the window is below −1.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import MultiheadAttention
+        >>> layer = MultiheadAttention(64, 8, batch_first=True, num_kv_heads=2, rotary=True)
+        >>> x = torch.randn(2, 10, 64)
+        >>> out, weights = layer(x, x, x, is_causal=True)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 10, 10]))
+        >>> torchs = torch.nn.MultiheadAttention(64, 8)
+        >>> MultiheadAttention(64, 8).load_state_dict(torchs.state_dict())
+        <All keys matched successfully>
     """
 
     def __init__(

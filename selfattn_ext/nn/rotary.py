@@ -19,7 +19,15 @@ __all__ = ["RotaryFactors", "apply_rotary", "rotary_embedding", "rotary_factors"
 
 
 class RotaryFactors(NamedTuple):
-    """Cosines and sines of the angles, (..., D / 2) each, which all layers of a step can share."""
+    """Cosines and sines of the angles, (..., D / 2) each, which all layers of a step can share.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import rotary_factors
+        >>> cos, sin = rotary_factors(torch.tensor([0.0]), 4)
+        >>> cos, sin
+        (tensor([[1., 1.]]), tensor([[0., 0.]]))
+    """
 
     cos: Tensor
     sin: Tensor
@@ -45,6 +53,13 @@ def rotary_embedding(
     Raises:
         TypeError: x is not a float tensor.
         ValueError: D is odd, base is not positive, or positions do not broadcast.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext.nn import rotary_embedding
+        >>> x = torch.randn(2, 4, 6, 32)  # (batch, heads, length, head dim)
+        >>> torch.equal(rotary_embedding(x)[:, :, 0], x[:, :, 0])  # position 0 is not rotated
+        True
     """
     _check_features(x)
     checks.flags(interleaved=interleaved)
@@ -67,7 +82,7 @@ def rotary_factors(
     frequencies: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> RotaryFactors:
-    """Cosines and sines for :func:`apply_rotary`, which all layers of a step can share.
+    """Cosines and sines for :func:`selfattn_ext.apply_rotary`, which all layers of a step can share.
 
     Args:
         positions: any shape and real dtype.
@@ -77,10 +92,18 @@ def rotary_factors(
         dtype: of the result; float64 for float64 queries.
 
     Returns:
-        cos and sin, (*positions.shape, features / 2) each, from angles in float64.
+        cos and sin, ``(*positions.shape, features / 2)`` each, from angles in float64.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import apply_rotary, rotary_factors
+        >>> factors = rotary_factors(torch.arange(6), 32)
+        >>> factors.cos.shape
+        torch.Size([6, 16])
+        >>> query, key = (apply_rotary(x, factors) for x in torch.randn(2, 1, 4, 6, 32))
     """
     _check_real("positions", positions)
     features = checks.integer("features", features)
@@ -119,16 +142,25 @@ def apply_rotary(
     Args:
         x: (B, H, L, D), or (B, L, H, D) with layout "blhd", or packed tokens (total, H, D); any float dtype.
         positions: (L,) or (B, L), for packed tokens (total,): the position of each token in its sequence, as
-            :attr:`selfattn_ext.KVCache.positions` gives it, or the result of :func:`rotary_factors` for such
-            positions. If the factors are for fewer features than D, the remaining ones stay unchanged.
+            :attr:`selfattn_ext.KVCache.positions` gives it, or the result of
+            :func:`selfattn_ext.rotary_factors` for such positions. If the factors are for fewer features than
+            D, the remaining ones stay unchanged.
         layout: "bhld" or "blhd", of x with four dimensions.
-        base, interleaved: as in :func:`rotary_embedding`; base is ignored if factors are given.
+        base, interleaved: as in :func:`selfattn_ext.nn.rotary_embedding`; base is ignored if factors are
+            given.
 
     Returns:
         A tensor of x's shape and dtype, rounded once.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import apply_rotary
+        >>> positions = torch.tensor([[0, 1, 2], [7, 8, 9]])  # two sequences, which have come to 0 and to 7
+        >>> apply_rotary(torch.randn(2, 4, 3, 32), positions).shape
+        torch.Size([2, 4, 3, 32])
     """
     _check_features(x)
     checks.flags(interleaved=interleaved)

@@ -26,6 +26,13 @@ class SelfAttention(nn.Module):
 
     Raises:
         ValueError: a size is not positive.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import SelfAttention
+        >>> out, weights = SelfAttention(d_model=32, d_k=24, d_v=40)(torch.randn(4, 6, 32))
+        >>> out.shape, weights.shape
+        (torch.Size([4, 6, 32]), torch.Size([4, 6, 6]))
     """
 
     def __init__(
@@ -96,6 +103,14 @@ class MultiHeadSelfAttention(nn.Module):
 
     Raises:
         ValueError: a size is not positive, or num_heads does not divide d_model.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import MultiHeadSelfAttention
+        >>> layer = MultiHeadSelfAttention(d_model=32, num_heads=4)
+        >>> mask = torch.tril(torch.ones(6, 6))  # 0 hides
+        >>> layer(torch.randn(2, 6, 32), mask).shape
+        torch.Size([2, 6, 32])
     """
 
     def __init__(

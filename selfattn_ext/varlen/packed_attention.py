@@ -202,6 +202,15 @@ def varlen_attention(
     with score_mod or mask_mod, go through the formula, sequence by sequence, with its matrices.
 
     The packing is that of Dao (2023), "FlashAttention-2".
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import varlen_attention
+        >>> lengths = torch.tensor([5, 0, 11])
+        >>> starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))  # 0, 5, 5, 16
+        >>> query, key, value = torch.randn(16, 3, 4, 32).unbind(1)  # packed (total, 3, heads, head dim)
+        >>> varlen_attention(query, key, value, starts, starts, 11, 11, is_causal=True).shape
+        torch.Size([16, 4, 32])
     """
     if (
         attn_mask is None

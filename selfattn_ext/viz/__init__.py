@@ -1,8 +1,9 @@
 """Pictures: heatmaps of attention weights, and masks as grids of visible and hidden pairs.
 
-Drawing needs matplotlib and seaborn, the optional extra `viz` (`pip install 'selfattn_ext[viz]'`). Importing
-this module imports neither of them, so that a program can offer pictures without depending on them. `require`
-imports both or says what to install; a program calls it before the work whose result it draws.
+Drawing needs matplotlib and seaborn, the optional extra ``viz`` (``pip install 'selfattn_ext[viz]'``).
+Importing this module imports neither of them, so that a program can offer pictures without depending on them.
+:func:`require` imports both or says what to install; a program calls it before the work whose result it
+draws.
 """
 
 from .drawing import require, save

@@ -37,6 +37,12 @@ def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 200
         ImportError: matplotlib or seaborn is missing.
         ValueError: the suffix names no format that matplotlib can write.
         OSError: the file cannot be written.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import viz
+        >>> viz.save(viz.plot_attention(torch.rand(4, 4)), "attention.png").name
+        'attention.png'
     """
     pyplot, _ = require()
     from matplotlib.transforms import Bbox
@@ -63,6 +69,10 @@ def require() -> tuple[Any, Any]:
 
     Raises:
         ImportError: one of them, or what they need, is missing; the message says how to install it.
+
+    Example:
+        >>> from selfattn_ext import viz
+        >>> pyplot, seaborn = viz.require()
     """
     try:
         import matplotlib.pyplot as pyplot

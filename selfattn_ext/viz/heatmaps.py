@@ -63,12 +63,21 @@ def plot_attention(
         annotate: whether to write the numbers into the cells; by default with at most 12 keys.
 
     Returns:
-        The axes; `.figure` is the figure, `save` writes either of them.
+        The axes; ``.figure`` is the figure, :func:`save` writes either of them.
 
     Raises:
         ImportError: matplotlib or seaborn is missing.
         TypeError: the weights are not numbers, or the tokens are not strings.
         ValueError: the weights are not one (L, S) matrix, or the number of labels differs from its size.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import attention_weights, viz
+        >>> tokens = "the cat sat on the mat".split()
+        >>> query, key = torch.randn(6, 16), torch.randn(6, 16)
+        >>> axes = viz.plot_attention(attention_weights(query, key), tokens, title="one head")
+        >>> axes.get_title()
+        'one head'
     """
     pyplot, _ = require()
     matrix = _as_array(weights, 2, "weights", "plot_heads draws several heads")
@@ -113,7 +122,7 @@ def plot_heads(
 
     Args:
         weights: (H, L, S); any number of leading dimensions of size 1 is dropped.
-        tokens, key_tokens, title, cmap, vmin, vmax: as in `plot_attention`.
+        tokens, key_tokens, title, cmap, vmin, vmax: as in :func:`plot_attention`.
         heads: which heads to draw, in this order; all of them by default.
         columns: pictures in a row; by default at most 4, chosen so that few places of the last row are empty.
 
@@ -121,8 +130,14 @@ def plot_heads(
         The figure.
 
     Raises:
-        ImportError, TypeError, ValueError: as for `plot_attention`; ValueError also for a head that does not
-            exist and for columns < 1.
+        ImportError, TypeError, ValueError: as for :func:`plot_attention`; ValueError also for a head that
+            does not exist and for columns < 1.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import attention_weights, viz
+        >>> query, key = torch.randn(4, 6, 16), torch.randn(4, 6, 16)
+        >>> figure = viz.plot_heads(attention_weights(query, key), heads=[0, 3])
     """
     require()
     stack = _as_array(weights, 3, "weights", "plot_attention draws one head, plot_layers several layers")
@@ -155,15 +170,21 @@ def plot_layers(
         weights: (N, H, L, S), or a sequence of N tensors (H, L, S) as a model returns them layer by layer;
             leading dimensions of size 1 are dropped. All layers have the same L and S; their numbers of heads
             may differ.
-        tokens, key_tokens, title, cmap, vmin, vmax: as in `plot_attention`.
+        tokens, key_tokens, title, cmap, vmin, vmax: as in :func:`plot_attention`.
         layers, heads: which layers and heads to draw, in this order; all by default.
 
     Returns:
         The figure.
 
     Raises:
-        ImportError, TypeError, ValueError: as for `plot_attention`; ValueError also for layers of different
-            L or S and for a layer or head that does not exist.
+        ImportError, TypeError, ValueError: as for :func:`plot_attention`; ValueError also for layers of
+            different L or S and for a layer or head that does not exist.
+
+    Example:
+        >>> import torch
+        >>> from selfattn_ext import viz
+        >>> layers = [torch.rand(4, 6, 6).softmax(-1) for _ in range(2)]  # (heads, L, S) for each layer
+        >>> figure = viz.plot_layers(layers)
     """
     require()
     hint = "give (N, H, L, S) or a list of (H, L, S)"

@@ -75,7 +75,7 @@ def plot_mask(
         device: where a mask function is called; torch's default device when not given.
 
     Returns:
-        The axes; `.figure` is the figure, `save` writes either of them.
+        The axes; ``.figure`` is the figure, :func:`save` writes either of them.
 
     The picture is made from a matrix (L, S): draw a mask for long sequences at a smaller size.
 
@@ -84,6 +84,12 @@ def plot_mask(
         TypeError: the mask is none of these, or the tokens are not strings.
         ValueError: the sizes are missing or differ from those of the mask; the batch element or head does not
             exist; the number of labels differs from the size.
+
+    Example:
+        >>> from selfattn_ext import viz
+        >>> axes = viz.plot_mask(sizes=(12, 12), is_causal=True, window_size=(3, 0), title="4 last keys")
+        >>> axes.get_title()
+        '4 last keys'
     """
     pyplot, _ = require()
     from matplotlib.colors import ListedColormap

@@ -303,7 +303,7 @@ def test_what_slows_reading_and_the_call_cancels_out() -> None:
     row = Row(SMALL, 1, outcomes, peak.Ceiling("avx2", 1e6, SMALL.bytes_read() / 1e9), reading)
     assert row.bound == "read"
     assert row.share_of_reading(OURS.name) == row.share(OURS.name) == pytest.approx(0.8)
-    assert "80% read" in report.text([row])
+    assert "80% read" in report.text([row])  # the other limit, which the line above the table does not name
 
 
 @pytest.mark.usefixtures("small_caches")
@@ -336,6 +336,20 @@ def _row(ratio: float, case: Case = SMALL) -> Row:
 def test_the_summary_names_median_and_lowest_ratio() -> None:
     text = report.text([_row(2.0), _row(0.5, replace(SMALL, causal=True)), _row(3.0)])
     assert (
-        "torch / ours: median 2.00 of 3 rows, over 1 in 2; lowest 0.50 (float32 (2, 4, 70, 16) causal" in text
+        "torch / ours: median 2.00 of 3 rows, over 1 in 2;\n  lowest 0.50 (float32 (2, 4, 70, 16) causal"
+        in text
     )
-    assert "50% avx2" in text
+
+
+def test_the_table_has_a_part_for_each_dtype_and_fits_a_terminal() -> None:
+    slow = Case(1, 8, 2048, 128, causal=True, backward=True)
+    found = [_row(1.5, replace(slow, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    lines = report.text(found).splitlines()
+    assert [line for line in lines if line.endswith("peak of avx2")] == [
+        "bfloat16, 1 thread, peak of avx2",
+        "float32, 1 thread, peak of avx2",
+    ]
+    assert [line.split()[:6] for line in lines if line.startswith("(1, 8")] == [
+        ["(1,", "8,", "2048,", "128)", "causal", "f+b"]
+    ] * 2
+    assert max(map(len, lines)) <= 100

@@ -148,8 +148,8 @@ class TestCheckoutWithoutLibrary:
         assert why.startswith(f"selfattn_ext: no compiled library for this Python in {small_checkout}")
         assert why.endswith("; pip install -e . in the checkout makes one ahead of time")
         assert re.fullmatch(r"selfattn_ext: compiling 2 files on \d+ processors?, about \d+ minutes?", what)
-        assert re.fullmatch(r"selfattn_ext: compiled 1/2  module\.cpp, after \d+ s", progress[0])
-        assert progress[1:] == ["selfattn_ext: compiled 2/2"]  # linking
+        assert re.fullmatch(r"selfattn_ext: compiled 1/2(  [\d:]+ left)?  module\.cpp", progress[0])
+        assert re.fullmatch(r"selfattn_ext: compiled 2/2  in [\d:]+", "\n".join(progress[1:]))  # linking
         # The second process finds the first one's library, and links a damaged one again. It does not wait
         # for a killed process, which leaves torch's lock behind.
         (compiled,) = (small_checkout / "cache").rglob("*.so")

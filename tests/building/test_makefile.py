@@ -27,7 +27,7 @@ case "$*" in *version*torch*) echo 2.13.0+cpu;; esac
 """
 
 #: Variables that make reads; a make that runs these tests has set some of them.
-LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
+LEFT_OUT = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "PYTHONS", "ARGS"}
 LEFT_OUT |= {"VIRTUAL_ENV", "CONDA_PREFIX"}
 
 
@@ -64,19 +64,19 @@ def installing(calls: list[list[str]], what: str) -> list[list[str]]:
 
 
 def test_clients_leave_torch_as_it_is(make: Make) -> None:
-    (install,) = installing(make("test-clients"), ".[clients,bench]")
+    (install,) = installing(make("test-clients"), ".[clients,bench,onnx]")
     assert "torch==2.13.0+cpu" in install
     assert {"--upgrade", "transformers", "timm", "diffusers"} <= set(install)
 
 
 def test_clients_are_installed_anew_when_others_are_asked_for(make: Make) -> None:
     old = "CLIENTS=transformers==4.57.*"
-    assert installing(make("test-clients"), ".[clients,bench]")
-    assert not installing(make("test-clients"), ".[clients,bench]")
+    assert installing(make("test-clients"), ".[clients,bench,onnx]")
+    assert not installing(make("test-clients"), ".[clients,bench,onnx]")
     (install,) = installing(make("test-clients", old), "transformers==4.57.*")
     assert "torch==2.13.0+cpu" in install
-    assert not installing(make("test-clients", old), ".[clients,bench]")
-    assert installing(make("test-clients"), ".[clients,bench]")
+    assert not installing(make("test-clients", old), ".[clients,bench,onnx]")
+    assert installing(make("test-clients"), ".[clients,bench,onnx]")
 
 
 def test_build_shows_how_far_it_is(make: Make) -> None:
@@ -92,7 +92,7 @@ def test_only_test_clients_names_the_folder_of_clients(make: Make, target: str, 
     (tests,) = [call for call in calls if call[:3] == ["python", "-m", "pytest"]]
     assert ("tests/clients" in tests) == (folder is not None)
     assert tests[-1] == "-x"
-    assert bool(installing(calls, ".[clients,bench]")) == (folder is not None)
+    assert bool(installing(calls, ".[clients,bench,onnx]")) == (folder is not None)
 
 
 def test_wheel_is_repaired(make: Make) -> None:
@@ -103,6 +103,13 @@ def test_wheel_is_repaired(make: Make) -> None:
     assert repair[:2] == ["auditwheel", "repair"]
     assert repair[repair.index("--wheel-dir") + 1] == "dist"
     assert repair[-1] == "build/wheel/*.whl"
+
+
+def test_wheels_of_other_pythons_are_added_repaired_and_tried(make: Make) -> None:
+    (add, repair, attempt) = make("wheels", "PYTHONS=python3.13 python3.14t")[-3:]
+    assert add == ["python", "scripts/wheels.py", "add", "build/wheel", "python3.13", "python3.14t"]
+    assert repair == make("wheel")[-1]
+    assert attempt == ["python", "scripts/wheels.py", "try", "dist", "python3.13", "python3.14t"]
 
 
 def excluded(repair: list[str]) -> list[str]:
@@ -129,8 +136,8 @@ def test_wheel_takes_in_no_library(make: Make) -> None:
     assert not any(fnmatch(name, one) for name in [*SYSTEM, "libgomp.so.1"] for one in patterns)
 
 
-def test_pytest_does_not_collect_the_folder_of_clients(pytestconfig: pytest.Config) -> None:
-    assert "clients" in pytestconfig.getini("norecursedirs")
+def test_pytest_does_not_collect_what_needs_more(pytestconfig: pytest.Config) -> None:
+    assert {"clients", "site"} <= {*pytestconfig.getini("norecursedirs")}
 
 
 @pytest.mark.xdist_group("grouped")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.export import Dim, export
 
 import selfattn_ext
 from selfattn_ext import scaled_dot_product_attention
@@ -132,18 +131,9 @@ def test_a_small_gpt_trains(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_package_for_programs_without_python(tmp_path: Path) -> None:
-    class Causal(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = selfattn_ext.MultiHeadSelfAttention(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x, is_causal=True)
-
-    module = Causal().eval()
-    dims = ({0: Dim("batch", max=64), 1: Dim("length", min=2, max=512)},)
-    program = export(module, (torch.randn(2, 5, 16),), dynamic_shapes=dims)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "causal.pt2"))
-    loaded = torch._inductor.aoti_load_package(package)
-    x = torch.randn(3, 33, 16)
-    torch.testing.assert_close(loaded(x), module(x))
+    """The example's C++ program runs it, too, in `make cpp-test`."""
+    runpy.run_path(str(EXAMPLE.parent / "cpp" / "package.py"))["main"](str(tmp_path))
+    loaded = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
+    *inputs, first, second = torch.load(tmp_path / "example.pt")
+    for x, expected in zip(inputs, (first, second), strict=True):
+        torch.testing.assert_close(loaded(x), expected)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,6 @@ from selfattn_ext.arguments import forced_kernel
 from selfattn_ext.build import library, sources
 from selfattn_ext.commands import check, heatmap
 from selfattn_ext.commands.cli import main
-from selfattn_ext.terminal import CommandError, Progress, check_output, table
 
 
 def is_png(path: Path) -> bool:
@@ -95,7 +95,7 @@ def test_a_library_that_does_not_load_is_one_message(
 
 
 def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> int:
+    def interrupt(as_json: bool) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(info, "run", interrupt)
@@ -111,6 +111,23 @@ def test_info_names_versions_features_and_the_chosen_kernel(capsys: pytest.Captu
     chosen = backends.available()[0]
     assert f"takes {chosen.name}/{chosen.isa}" in printed
     assert all(f"{kernel.name}/{kernel.isa}" in printed for kernel in backends.kernels())
+
+
+def test_info_prints_the_same_facts_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__
+    assert found["kernels"]["cpu"][0]["name"] == backends.kernels()[0].name
+    assert found["problem"] is None
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out == info.text(found) + "\n"
+
+
+def test_the_keys_of_info_are_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = page.partition("| key | holds |")[2].partition("\n\n")[0].splitlines()[2:]
+    keys = [key for row in rows for key in re.findall(r"`(\w+)`", row.split(" | ")[0])]
+    assert sorted(keys) == sorted(info.report())
 
 
 def test_info_in_a_process_of_its_own_reports_a_wrong_instruction_set(tmp_path: Path) -> None:
@@ -267,49 +284,3 @@ def test_heatmap_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     assert main(["heatmap", "--out", str(tmp_path / "drawn.png")]) == 1
     assert "pip install 'selfattn_ext[viz]'" in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_redraws_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    stream = Terminal()
-    with Progress("working", 4, stream) as progress:
-        for done in range(1, 5):
-            progress.update(done, "a note that is much longer than the terminal is wide, or nearly so")
-    text = stream.getvalue()
-    assert text.count("\n") == 1
-    assert text.endswith("\n")
-    assert "4/4" in text
-    assert all(len(line.rstrip()) < 60 for line in text.split("\r"))
-
-
-def test_progress_writes_few_lines_into_a_log() -> None:
-    stream = io.StringIO()
-    with Progress("working", 1000, stream) as progress:
-        for done in range(1, 1001):
-            progress.update(done)
-    assert stream.getvalue().splitlines() == [f"working {done}/1000" for done in (200, 400, 600, 800, 1000)]
-
-
-def test_table_aligns_words_left_and_numbers_right() -> None:
-    text = table(["name", "ms"], [["a", "1.5"], ["long name", "12.25"]])
-    assert text.splitlines() == [
-        "name          ms",
-        "---------  -----",
-        "a            1.5",
-        "long name  12.25",
-    ]
-
-
-def test_output_paths_are_checked_without_writing(tmp_path: Path) -> None:
-    check_output("--out", tmp_path / "a" / "b.png", (".png",))
-    assert (tmp_path / "a").is_dir()
-    assert not (tmp_path / "a" / "b.png").exists()
-    with pytest.raises(CommandError, match=r"must end in \.png"):
-        check_output("--out", tmp_path / "b.txt", (".png",))
-    with pytest.raises(CommandError, match="cannot be written"):
-        check_output("--out", tmp_path)

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 #: The documents' paths, relative to ROOT.
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+DOCUMENTS += [".github/SECURITY.md", ".github/CODE_OF_CONDUCT.md"]
 DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += [f"docs/reference/{path.name}" for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
 
 _BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
 

@@ -43,13 +43,15 @@ def test_a_source_shares_its_headers_line_and_silent_files_are_found(tmp_path: P
         "silent.cpp": "int silent;\n",
         "own.h": "// A header.\n",
         "own.cpp": "// A source.\n",
+        "__own__.h": "// Underscores.\n",
         "table.txt": "no source\n",
     }
     for name, source in files.items():
         (folder / name).write_text(source, encoding="utf-8")
     text, silent = list_files.page(tmp_path)
     assert silent == ["csrc/core/silent.cpp"]
-    assert text.splitlines()[-4:] == [
+    assert text.splitlines()[-5:] == [
+        "| [`__own__.h`](../csrc/core/__own__.h) | Underscores |",
         "| [own.cpp](../csrc/core/own.cpp) | A source |",
         "| [own.h](../csrc/core/own.h) | A header |",
         "| [rows.h](../csrc/core/rows.h), [rows.cpp](../csrc/core/rows.cpp) "

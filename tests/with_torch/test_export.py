@@ -93,6 +93,21 @@ def test_exported_calls_hold_for_all_shapes_and_have_gradients(strict: bool) -> 
     torch.testing.assert_close(list(results), [result.detach() for result in expected[: len(results)]])
 
 
+def test_decompositions_may_keep_the_operators_that_train() -> None:
+    module, tensors = Calls(), inputs(2, 5, 7)
+    program = export(module, tuple(tensors))
+    table = torch.export.default_decompositions()
+    for operator in list(table):
+        if operator.namespace == ops.NAMESPACE:
+            del table[operator]
+    kept = program.run_decompositions(table)
+    assert operators(kept) == operators(program)
+    trained = kept.module()
+    torch.testing.assert_close(
+        outcome(trained, tensors, trained.parameters()), outcome(module, tensors, module.parameters())
+    )
+
+
 class Layers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

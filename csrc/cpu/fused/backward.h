@@ -303,8 +303,8 @@ class BackwardTask {
       s.block.grad.ready_as_rows(count, place.first_query, strip.count, place.rows);
       s.block.grad.ready_as_lanes(count, strip.vecs);
     }
-    multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, {s.grad_query_t[i]},
-                        mark ? s.block.visible : nullptr);
+    multiply_strip_columns<P>(strip, s.key_columns, from, count, p.head_dim, s.block.grad,
+                              {s.grad_query_t[i]}, mark ? s.block.visible : nullptr);
     return true;
   }
 

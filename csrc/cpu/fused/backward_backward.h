@@ -239,7 +239,7 @@ class BackwardBackwardTask {
     const auto add = [&](const TangentRows<P>& rows, int64_t columns, T* weights, T* sums) {
       s.weights.block = weights;
       s.weights.ready_as_lanes(keys, strip.vecs);
-      multiply_columns<P>(rows.with_weights, 0, keys, columns, s.weights, strip.vecs, {sums},
+      multiply_columns<P>(rows.with_weights, 0, keys, columns, s.weights, strip.count, {sums},
                           panel.finite ? nullptr : strip.visible);
     };
     add(block.keys, p.head_dim, tile.values, strip.grad_query_t);

@@ -37,6 +37,7 @@ struct ForwardStrip : QueryStrip<P> {
     for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
       row_max[lane] = sink;
       row_sum[lane] = used_sum[lane] = sink == nothing ? T(0) : T(1);
+      rescale[lane] = T(1);
     }
     for (int64_t e = 0; e < p.value_dim; ++e) {
       memset(out_t + e * kLanes<P>, 0, static_cast<size_t>(this->vecs) * Simd<T>::kWidth * sizeof(T));
@@ -88,10 +89,9 @@ struct ForwardStrip : QueryStrip<P> {
 constexpr float kMostBlockSum = 64 * 2980.958f;
 
 // Returns the largest of a block's scores, for each query of a vector.
-template <class P>
-SELFATTN_INLINE typename Simd<Scalar<P>>::Vec most_of_lanes(int64_t keys, const Scalar<P>* column) {
+template <class P, class S = Simd<Scalar<P>>>
+SELFATTN_INLINE typename S::Vec most_of_lanes(int64_t keys, const Scalar<P>* column) {
   using T = Scalar<P>;
-  using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
   // There are four maxima, as a single chain would wait for its own latency.
@@ -112,13 +112,11 @@ struct LaneSums {
 };
 
 // Writes exp(s * scale - shift) of a vector of queries to `weights`.
-template <class P, Weigh kWeigh, bool kPaired>
+template <class P, Weigh kWeigh, bool kPaired, class S = Simd<Scalar<P>>>
 SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, int64_t lane,
-                                        typename Simd<Scalar<P>>::Vec scale,
-                                        typename Simd<Scalar<P>>::Vec shift,
+                                        typename S::Vec scale, typename S::Vec shift,
                                         const WeightOperand<P>& weights) {
   using T = Scalar<P>;
-  using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
   typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
   typename S::Vec used[2] = {S::set(T(0)), S::set(T(0))};
@@ -127,22 +125,68 @@ SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, i
     typename S::Vec weight[4];
     SELFATTN_UNROLL
     for (int i = 0; i < 4; ++i) {
-      weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
+      weight[i] = weight_of<T, kWeigh, S>(S::load(column + (j + i) * ld), scale, shift);
       sum[i] = S::add(sum[i], weight[i]);
     }
-    weights.template store<kWeigh, kPaired>(j, lane, weight, used);
+    weights.template store<kWeigh, kPaired, S>(j, lane, weight, used);
   }
   if (j < keys) {
     typename S::Vec weight[4];
     for (int i = 0; i < 4; ++i) {
       weight[i] = S::set(T(0));
       if (j + i >= keys) continue;
-      weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
+      weight[i] = weight_of<T, kWeigh, S>(S::load(column + (j + i) * ld), scale, shift);
       sum[i] = S::add(sum[i], weight[i]);  // in its place, so that zeros after it change nothing
     }
-    weights.template store<kWeigh, kPaired>(j, lane, weight, used);
+    weights.template store<kWeigh, kPaired, S>(j, lane, weight, used);
   }
   return {S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3])), S::add(used[0], used[1])};
+}
+
+// Does the work of softmax_block for the vector of queries at `lane`.
+template <class P, Weigh kWeigh, bool kPaired, class S>
+SELFATTN_INLINE bool softmax_lanes(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* column,
+                                   int64_t lane, Scalar<P> factor, const WeightOperand<P>& weights) {
+  using T = Scalar<P>;
+  // Sums in place need the maximum of a block only if its sum is large, which is rare. The scores must still
+  // be there then.
+  constexpr bool kSumTells = WeightOperand<P>::template kSumsInPlace<kWeigh>;
+  const auto nothing = S::set(-std::numeric_limits<T>::infinity());
+  const auto scale = S::set(factor);
+  const auto old_max = S::load(strip.row_max + lane);
+  [[maybe_unused]] auto higher = S::equal(old_max, nothing);
+  if constexpr (kSumTells) {
+    if (S::any(S::less(nothing, old_max))) {
+      const auto shift = S::select(higher, S::set(T(0)), old_max);
+      const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired, S>(keys, column, lane, scale, shift, weights);
+      higher = S::either(higher, S::less(S::set(T(kMostBlockSum)), sums.all));
+      if (!S::any(higher)) {
+        S::store(strip.row_sum + lane, S::add(S::load(strip.row_sum + lane), sums.all));
+        S::store(strip.used_sum + lane, S::add(S::load(strip.used_sum + lane), sums.used));
+        S::store(strip.rescale + lane, S::set(T(1)));
+        return false;
+      }
+    }
+  }
+  bool moved = false;
+  auto new_max = S::mul(most_of_lanes<P, S>(keys, column), scale);
+  if constexpr (kSumTells) {
+    new_max = S::select(higher, S::max(new_max, old_max), old_max);
+    moved = S::any(S::less(nothing, S::select(higher, old_max, nothing)));
+  } else {
+    new_max = S::max(new_max, old_max);
+  }
+  // If nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
+  const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
+  const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired, S>(keys, column, lane, scale, shift, weights);
+  const auto rescale = exp_nonpositive<T, S>(S::sub(old_max, shift));
+  S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, sums.all));
+  if constexpr (is_one_piece(kWeigh)) {
+    S::store(strip.used_sum + lane, S::fma(S::load(strip.used_sum + lane), rescale, sums.used));
+  }
+  S::store(strip.row_max + lane, new_max);
+  S::store(strip.rescale + lane, rescale);
+  return moved;
 }
 
 // Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and updates the
@@ -151,50 +195,14 @@ SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, i
 template <class P, Weigh kWeigh, bool kPaired>
 bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
                    const WeightOperand<P>& weights) {
-  using T = Scalar<P>;
-  using S = Simd<T>;
-  // Sums in place need the maximum of a block only if its sum is large, which is rare. `s` must still be
-  // there then.
-  constexpr bool kSumTells = WeightOperand<P>::template kSumsInPlace<kWeigh>;
-  const auto nothing = S::set(-std::numeric_limits<T>::infinity());
-  const auto scale = S::set(factor);
-  auto moved = S::less(nothing, nothing);
-  for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-    const T* column = s + lane;
-    const auto old_max = S::load(strip.row_max + lane);
-    [[maybe_unused]] auto higher = S::equal(old_max, nothing);
-    if constexpr (kSumTells) {
-      if (S::any(S::less(nothing, old_max))) {
-        const auto shift = S::select(higher, S::set(T(0)), old_max);
-        const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired>(keys, column, lane, scale, shift, weights);
-        higher = S::either(higher, S::less(S::set(T(kMostBlockSum)), sums.all));
-        if (!S::any(higher)) {
-          S::store(strip.row_sum + lane, S::add(S::load(strip.row_sum + lane), sums.all));
-          S::store(strip.used_sum + lane, S::add(S::load(strip.used_sum + lane), sums.used));
-          S::store(strip.rescale + lane, S::set(T(1)));
-          continue;
-        }
-      }
-    }
-    auto new_max = S::mul(most_of_lanes<P>(keys, column), scale);
-    if constexpr (kSumTells) {
-      new_max = S::select(higher, S::max(new_max, old_max), old_max);
-      moved = S::either(moved, S::less(nothing, S::select(higher, old_max, nothing)));
-    } else {
-      new_max = S::max(new_max, old_max);
-    }
-    // If nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
-    const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
-    const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired>(keys, column, lane, scale, shift, weights);
-    const auto rescale = exp_nonpositive<T>(S::sub(old_max, shift));
-    S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, sums.all));
-    if constexpr (is_one_piece(kWeigh)) {
-      S::store(strip.used_sum + lane, S::fma(S::load(strip.used_sum + lane), rescale, sums.used));
-    }
-    S::store(strip.row_max + lane, new_max);
-    S::store(strip.rescale + lane, rescale);
+  bool moved = false;
+  for (int64_t lane = 0; lane < strip.count; lane += Simd<Scalar<P>>::kWidth) {
+    with_vectors_of<P>(strip.count - lane, [&](auto vectors) {
+      moved |=
+          softmax_lanes<P, kWeigh, kPaired, decltype(vectors)>(strip, keys, s + lane, lane, factor, weights);
+    });
   }
-  return S::any(moved);
+  return moved;
 }
 
 // Turns scores into the weights that meet the values: softmax and dropout. `keep_block` asks for
@@ -285,7 +293,7 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
   const bool in_place = scratch.weights.sums_in_place();
   if (weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark)) strip.rescale_out(p);
   const ColumnSums<T> out{strip.out_t, in_place ? Update::kAdd : Update::kScaleAdd, strip.rescale};
-  multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, out, visible);
+  multiply_strip_columns<P>(strip, scratch.values, from, keys, p.value_dim, scratch.weights, out, visible);
 }
 
 // Returns the keys that a strip meets among the `loaded` keys that a scratch holds from key `first` on: whole

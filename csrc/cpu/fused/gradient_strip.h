@@ -13,6 +13,7 @@ struct GradientStrip : QueryStrip<P> {
   using T = Scalar<P>;
 
   LaneOperand<P> grad_out;
+  T* tail_grad_out;  // [kMostTail][padded value_dim] the tail's rows of it
   Delta<P> delta_sum;
   T* delta;        // [kLanes]
   T* row_max;      // [kLanes] 0 where the row sees nothing, so that -inf scores give weights of 0 and not NaN
@@ -22,6 +23,7 @@ struct GradientStrip : QueryStrip<P> {
   SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
     grad_out.allocate(p, p.value_dim, arena);
+    tail_grad_out = arena.take<T>(kMostTail<P> * round_up_to_vector<T>(p.value_dim));
     delta_sum.allocate(p, arena);
     delta = arena.take<T>(kLanes<P>);
     row_max = arena.take<T>(kLanes<P>);
@@ -42,6 +44,9 @@ struct GradientStrip : QueryStrip<P> {
     RowSource residual{};
     if (a.out_residual.data != nullptr) residual = this->source(p, a.out_residual, p.value_dim);
     delta_sum.compute(this->source(p, a.out, p.value_dim), residual, grad_out, this->vecs, delta);
+    if constexpr (kMostTail<P> > 0) {
+      if (this->lanes < count) tail_deltas(p, a);
+    }
 
     const T* maxima = static_cast<const T*>(a.row_max) + row(p);
     const T* sums = static_cast<const T*>(a.row_sum) + row(p);
@@ -54,6 +59,26 @@ struct GradientStrip : QueryStrip<P> {
       row_max[lane] = nothing ? T(0) : maxima[lane];
       inverse_sum[lane] = past_last || sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
       ordinary &= inverse_sum[lane] == inverse_sum[lane];
+    }
+  }
+
+ private:
+  // Computes the tail's deltas by the products that its dP takes, see Delta.
+  SELFATTN_OUT_OF_LINE void tail_deltas(const AttentionParams& p, const BackwardArguments& a) {
+    const int64_t padded = round_up_to_vector<T>(p.value_dim);
+    T* const out = this->tail_product;
+    this->load_tail(this->source(p, a.grad_out, p.value_dim), T(1), tail_grad_out);
+    this->load_tail(this->source(p, a.out, p.value_dim), T(1), out);
+    for (int64_t row = 0; row < this->count - this->lanes; ++row) {
+      if (a.out_residual.data != nullptr) {
+        const View& rest = a.out_residual;
+        const int64_t at = rest.offset(this->batch, this->head, this->first + this->lanes + row);
+        for (int64_t e = 0; e < p.value_dim; ++e) {
+          out[row * padded + e] += load_element<T>(rest.data, p.dtype, at + e);
+        }
+      }
+      delta[this->lanes + row] =
+          few_query_dot<T>(tail_grad_out + row * padded, out + row * padded, p.value_dim);
     }
   }
 };
@@ -79,16 +104,15 @@ struct GradientScratch {
 // Turns scores of a vector of queries into normalised weights, by the forward's statistics. The maximum is
 // subtracted as in the forward, to the bit: the rounding error of a score of 1e8 would be an exponent beyond
 // the range of floats.
-template <class T, Weigh kWeigh>
+template <class T, Weigh kWeigh, class S = Simd<T>>
 class Normaliser {
-  using S = Simd<T>;
   using Vec = typename S::Vec;
 
  public:
   SELFATTN_INLINE Normaliser(const T* row_max, const T* inverse_sum, T factor)
       : scale_(S::set(factor)), shift_(S::load(row_max)), inverse_(S::load(inverse_sum)) {}
   SELFATTN_INLINE Vec operator()(Vec score) const {
-    return S::mul(weight_of<T, kWeigh>(score, scale_, shift_), inverse_);
+    return S::mul(weight_of<T, kWeigh, S>(score, scale_, shift_), inverse_);
   }
 
  private:
@@ -101,17 +125,19 @@ template <class P, Weigh kWeigh, bool kHiddenIsZero>
 void normalise_scores(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* row_max,
                       const Scalar<P>* inverse_sum, Scalar<P> factor, Scalar<P>* s) {
   using T = Scalar<P>;
-  using S = Simd<T>;
-  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
-  for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-    const Normaliser<T, kWeigh> weigh(row_max + lane, inverse_sum + lane, factor);
-    for (int64_t j = 0; j < keys; ++j) {
-      T* at = s + j * kLanes<P> + lane;
-      const auto score = S::load(at);
-      auto weight = weigh(score);
-      if (kHiddenIsZero) weight = S::select(S::equal(score, hidden), S::set(T(0)), weight);
-      S::store(at, weight);
-    }
+  for (int64_t lane = 0; lane < strip.count; lane += Simd<T>::kWidth) {
+    with_vectors_of<P>(strip.count - lane, [&](auto vectors) {
+      using S = decltype(vectors);
+      const auto hidden = S::set(-std::numeric_limits<T>::infinity());
+      const Normaliser<T, kWeigh, S> weigh(row_max + lane, inverse_sum + lane, factor);
+      for (int64_t j = 0; j < keys; ++j) {
+        T* at = s + j * kLanes<P> + lane;
+        const auto score = S::load(at);
+        auto weight = weigh(score);
+        if (kHiddenIsZero) weight = S::select(S::equal(score, hidden), S::set(T(0)), weight);
+        S::store(at, weight);
+      }
+    });
   }
 }
 
@@ -129,10 +155,9 @@ void normalise_block(const AttentionParams& p, const QueryStrip<P>& strip, int64
 }
 
 // dS = P * (dP - delta). A hidden key's dP may be NaN; its weight is 0 and so is its gradient.
-template <class T>
-SELFATTN_INLINE typename Simd<T>::Vec score_gradient(typename Simd<T>::Vec weight, typename Simd<T>::Vec grad,
-                                                     typename Simd<T>::Vec delta) {
-  using S = Simd<T>;
+template <class T, class S = Simd<T>>
+SELFATTN_INLINE typename S::Vec score_gradient(typename S::Vec weight, typename S::Vec grad,
+                                               typename S::Vec delta) {
   const auto zero = S::set(T(0));
   return S::select(S::equal(weight, zero), zero, S::mul(weight, S::sub(grad, delta)));
 }
@@ -235,7 +260,7 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
-  const int64_t key = block.first, keys = block.count, lanes = strip.vecs * S::kWidth;
+  const int64_t key = block.first, keys = block.count;
   T* weights = scratch.weights.block;
   T* grads = scratch.grad.block;
   T factor;
@@ -243,7 +268,8 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
     return false;
   }
   if (need_visible) mark_visible<P>(strip, keys, weights, scratch.visible);
-  multiply_lanes<P>(*block.values, block.from, keys, strip.grad_out, p.value_dim, strip.vecs, grads);
+  multiply_strip<P>(strip, *block.values, block.from, keys, strip.grad_out, strip.tail_grad_out, p.value_dim,
+                    grads);
   if constexpr (!kDirect<P>) {
     if (place != nullptr) {
       pair_gradients<P>(p, strip, keys, factor, *place, scratch);
@@ -278,12 +304,15 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
     }
     return true;
   }
-  for (int64_t j = 0; j < keys; ++j) {
-    for (int64_t lane = 0; lane < lanes; lane += S::kWidth) {
-      T* at = grads + j * ld + lane;
-      S::store(at,
-               score_gradient<T>(S::load(weights + j * ld + lane), S::load(at), S::load(strip.delta + lane)));
-    }
+  for (int64_t lane = 0; lane < strip.count; lane += Simd<T>::kWidth) {
+    with_vectors_of<P>(strip.count - lane, [&](auto vectors) {
+      using V = decltype(vectors);
+      const auto delta = V::load(strip.delta + lane);
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t at = j * ld + lane;
+        V::store(grads + at, score_gradient<T, V>(V::load(weights + at), V::load(grads + at), delta));
+      }
+    });
   }
   return true;
 }

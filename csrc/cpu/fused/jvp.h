@@ -142,7 +142,7 @@ struct JvpTask {
     s.weights.ready_as_lanes(keys, strip.vecs);
     s.tangents.ready_as_lanes(keys, strip.vecs);
     const auto add = [&](const TangentRows<P>& rows, const WeightOperand<P>& w, T* sums, Update update) {
-      multiply_columns<P>(rows.with_weights, 0, keys, p.value_dim, w, strip.vecs,
+      multiply_columns<P>(rows.with_weights, 0, keys, p.value_dim, w, strip.count,
                           {sums, update, strip.rescale}, visible);
     };
     add(s.keys.values, s.weights, strip.out_t, Update::kScaleAdd);

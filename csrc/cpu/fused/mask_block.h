@@ -34,18 +34,30 @@ void load_bool_transposed(Scalar<P>* mask, const uint8_t* source, int64_t row_st
   using T = Scalar<P>;
   using S = Simd<T>;
   for (int64_t lane = 0; lane < strip.count; lane += S::kWidth) {
+    if (strip.count - lane <= S::kWidth / 4) {  // a transpose would move zeros
+      for (int64_t j = 0; j < keys; ++j) {
+        T* to = mask + j * kLanes<P> + lane;
+        S::store(to, S::set(T(0)));
+        for (int64_t i = 0; i < strip.count - lane; ++i) {
+          if (source[(lane + i) * row_stride + j] == 0) to[i] = -std::numeric_limits<T>::infinity();
+        }
+      }
+      continue;
+    }
     for (int64_t j = 0; j < keys; j += S::kWidth) {
       const int64_t n = smaller(keys - j, S::kWidth);
       typename S::Vec tile[S::kWidth];
       for (int i = 0; i < S::kWidth; ++i) {
+        if (lane + i >= strip.count) {
+          tile[i] = S::set(T(0));
+          continue;
+        }
+        const uint8_t* row = source + (lane + i) * row_stride + j;
         uint8_t bytes[S::kWidth];
-        const uint8_t* row = bytes;
-        if (lane + i < strip.count && n == S::kWidth) {
-          row = source + (lane + i) * row_stride + j;
-        } else {
+        if (n < S::kWidth) {
           memset(bytes, 1, sizeof(bytes));
-          if (lane + i < strip.count)
-            memcpy(bytes, source + (lane + i) * row_stride + j, static_cast<size_t>(n));
+          memcpy(bytes, row, static_cast<size_t>(n));
+          row = bytes;
         }
         tile[i] = S::load_bool_bias(row);
       }

@@ -35,7 +35,7 @@ void sum_normalised(const AttentionParams& p, const ForwardOutputs& outputs, For
     mark_visible<T>(strip, keys, weights, scratch.visible);
     normalise_block<T>(p, strip, keys, strip.row_max, scratch.scale, factor, true, weights);
     if (p.dropout.enabled) apply_dropout<T>(p.dropout, strip, key, keys, keep_scale<T>(p.dropout), weights);
-    multiply_columns<T>(scratch.values, 0, keys, p.value_dim, scratch.weights, strip.vecs, {strip.out_t},
+    multiply_columns<T>(scratch.values, 0, keys, p.value_dim, scratch.weights, strip.count, {strip.out_t},
                         scratch.visible);
   }
 }

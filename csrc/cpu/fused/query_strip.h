@@ -22,20 +22,39 @@ bool queries_take_scale(double scale) {
   }
 }
 
+// The most queries of a strip's tail, see query_tail.h: up to so many take less time than a vector of lanes.
+// Vectors of eight gain nothing.
+template <class P>
+constexpr int64_t kMostTail = kDirect<P> && Simd<Scalar<P>>::kWidth >= 16 ? Simd<Scalar<P>>::kWidth / 4 : 0;
+
+// Returns how many of a call's last queries are the tail of a strip. It depends on the number of queries and
+// on options alone, because all passes must compute the same scores. Strips end with vectors, and so anywhere
+// else, unless a function's map of blocks divides them.
+template <class P>
+int64_t tail_queries(const AttentionParams& p) {
+  const int64_t rest = p.queries % Simd<Scalar<P>>::kWidth;
+  return p.batch_invariant || p.function.any() || rest > kMostTail<P> ? 0 : rest;
+}
+
 // The queries first .. first + count - 1 of (batch, head).
 template <class P>
 struct QueryStrip {
   using T = Scalar<P>;
 
   int64_t batch, head, first, count;
+  int64_t lanes;         // queries without those of the tail
   int64_t vecs;          // vectors in use
   KeyRange keys;         // all keys that some query of the strip may see by position and map
   bool few_queries;      // so few that lanes run over the head dim, see products/few_query_rows.h
-  LaneOperand<P> query;  // scale * Q; for few queries [count][padded head_dim]
+  LaneOperand<P> query;  // scale * Q, the tail too; for few queries [count][padded head_dim]
+  T* tail;               // [kMostTail][padded head_dim] scale * Q of the tail
+  T* tail_product;       // [kMostTail][padded head_dim or value_dim] for multiply_strip_columns
   T rest_of_scale;       // the part of the scale that is not in query
 
   SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     query.allocate(p, p.head_dim, arena);
+    tail = arena.take<T>(kMostTail<P> * round_up_to_vector<T>(p.head_dim));
+    tail_product = arena.take<T>(kMostTail<P> * round_up_to_vector<T>(larger(p.head_dim, p.value_dim)));
   }
 
   SELFATTN_OUT_OF_LINE void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index,
@@ -47,6 +66,7 @@ struct QueryStrip {
     vecs = divide_up(queries, Simd<T>::kWidth);
     keys = shown_keys(p, batch, head, first, first + count - 1);
     few_queries = kDirect<P> && p.queries <= most_few_queries(p) && !p.batch_invariant;
+    lanes = few_queries || first + count < p.queries ? count : count - tail_queries<P>(p);
     const RowSource rows = source(p, p.query, p.head_dim);
     rest_of_scale = T(1);
     T in_query = static_cast<T>(p.scale);
@@ -58,6 +78,13 @@ struct QueryStrip {
       }
     }
     query.load(rows, in_query);
+    if constexpr (kMostTail<P> > 0) load_tail(rows, in_query, tail);
+  }
+
+  // Loads the tail's rows of a tensor, padded to whole vectors.
+  void load_tail(const RowSource& rows, T factor, T* to) const {
+    const RowSource s = rows.from(lanes, count - lanes);
+    load_rows<T>(to, s.data, s.dtype, s.stride, s.rows, s.columns, factor);
   }
 
   // The strip's rows of a tensor shaped as query or out.
@@ -74,6 +101,16 @@ int64_t strip_queries(int64_t first, int64_t queries) {
   const int64_t vecs = divide_up(rest, Simd<T>::kWidth);
   const int64_t take = next_tile_vecs<T>(vecs) * Simd<T>::kWidth;
   return smaller(take, rest);
+}
+
+// Calls body with the vectors to compute the next lanes of a strip with, of which `queries` are in use.
+template <class P, class Body>
+SELFATTN_INLINE void with_vectors_of(int64_t queries, const Body& body) {
+  using S = Simd<Scalar<P>>;
+  if constexpr (S::kHalves && kDirect<P>) {
+    if (queries <= S::kWidth / 2) return body(LowerHalf<Scalar<P>>{});
+  }
+  body(S{});
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -2,11 +2,10 @@
 #pragma once
 
 #include "../products/elementary.h"
-#include "../products/few_query_scores.h"
 #include "../products/tile_multiply.h"
 #include "dropout.h"
 #include "mask_block.h"
-#include "query_strip.h"
+#include "query_tail.h"
 #include "function_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -40,7 +39,7 @@ void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, in
                                       keys.rows.stride, count, head_dim, s, kLanes<P>);
     }
   }
-  multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);
+  multiply_strip<P>(strip, keys, from, count, strip.query, strip.tail, head_dim, s);
 }
 
 // These tell whether scores are more than products times the scale, apart from windows: by options other than
@@ -67,41 +66,42 @@ void take_score_steps(const AttentionParams& p, const ScoreSteps& steps, const Q
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
-  const T scale = strip.rest_of_scale;
-  const auto& [scaled, capped, sloped, masked, windowed] = steps;
-  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
-  const auto cap = S::set(static_cast<T>(p.softcap));
-  const auto inverse_cap = S::set(static_cast<T>(capped ? 1.0 / p.softcap : 0.0));
-  const auto slope = S::set(sloped ? head_scalar<T>(p.alibi_slopes, strip.batch, strip.head) : T(0));
   T lane_index[S::kWidth];
   for (int i = 0; i < S::kWidth; ++i) lane_index[i] = static_cast<T>(i);
-  const auto lanes = S::load(lane_index);
   const int64_t corner = strip.first + p.query_offset - key;
-  for (int64_t j = 0; j < keys; ++j) {
-    for (int64_t v = 0; v < strip.vecs; ++v) {
-      T* at = s + j * ld + v * S::kWidth;
-      auto x = S::load(at);
-      if (scaled) x = S::mul(x, S::set(scale));
-      if (capped) {
-        const auto t = tanh<T>(S::mul(x, inverse_cap));
-        if (scratch.capped != nullptr) S::store(scratch.capped + j * ld + v * S::kWidth, t);
-        x = S::mul(cap, t);
+  for (int64_t lane = 0; lane < strip.count; lane += S::kWidth) {
+    with_vectors_of<P>(strip.count - lane, [&](auto vectors) {
+      using V = decltype(vectors);
+      const auto& [scaled, capped, sloped, masked, windowed] = steps;
+      const auto scale = V::set(strip.rest_of_scale);
+      const auto hidden = V::set(-std::numeric_limits<T>::infinity());
+      const auto cap = V::set(static_cast<T>(p.softcap));
+      const auto inverse_cap = V::set(static_cast<T>(capped ? 1.0 / p.softcap : 0.0));
+      const auto slope = V::set(sloped ? head_scalar<T>(p.alibi_slopes, strip.batch, strip.head) : T(0));
+      const auto lanes = S::load(lane_index);
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t at = j * ld + lane;
+        auto x = V::load(s + at);
+        if (scaled) x = V::mul(x, scale);
+        if (capped) {
+          const auto t = tanh<T>(V::mul(x, inverse_cap));
+          if (scratch.capped != nullptr) V::store(scratch.capped + at, t);
+          x = V::mul(cap, t);
+        }
+        if (sloped) x = V::sub(x, V::mul(slope, distances<T>(corner + lane - j, lanes)));
+        if (masked) {
+          const auto bias = V::load(scratch.mask + at);
+          x = V::select(V::equal(bias, hidden), hidden, V::add(x, bias));
+        }
+        if (windowed) {
+          const auto index = V::set(static_cast<T>(j));
+          const auto before = V::less(index, V::load(scratch.first_key + lane));
+          const auto inside = V::less(index, V::load(scratch.end_key + lane));
+          x = V::select(inside, V::select(before, hidden, x), hidden);
+        }
+        V::store(s + at, x);
       }
-      if (sloped) {
-        x = S::sub(x, S::mul(slope, distances<T>(corner + v * S::kWidth - j, lanes)));
-      }
-      if (masked) {
-        const auto bias = S::load(scratch.mask + j * ld + v * S::kWidth);
-        x = S::select(S::equal(bias, hidden), hidden, S::add(x, bias));
-      }
-      if (windowed) {
-        const auto index = S::set(static_cast<T>(j));
-        const auto before = S::less(index, S::load(scratch.first_key + v * S::kWidth));
-        const auto inside = S::less(index, S::load(scratch.end_key + v * S::kWidth));
-        x = S::select(inside, S::select(before, hidden, x), hidden);
-      }
-      S::store(at, x);
-    }
+    });
   }
 }
 

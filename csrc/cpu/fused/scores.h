@@ -99,7 +99,7 @@ struct ScoresGradientTask {
                                      false, s.gradient);
         multiply<T, kKeyGradient>(
             {n, g.data, g.stride, other.data, other.stride, s.result, s.stride, Update::kAdd, nullptr}, count,
-            s.stride / S::kWidth);
+            p.head_dim);
       }
     }
     const View& to = kKeyGradient ? p.grad_key : p.grad_query;

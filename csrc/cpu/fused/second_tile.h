@@ -86,10 +86,10 @@ bool fill_tile(const TangentCall& call, SecondStrip<P>& strip, const TangentKeys
   if (visible != nullptr) mark_visible<P>(strip, keys, tile.weights, visible);
   normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, tile.weights);
   tangent_block<P>(call, strip, strip.lanes, block, own, tile.tangents, tile.of_cap);
-  multiply_lanes<P>(block.values.with_lanes, 0, keys, strip.grad_out, p.value_dim, strip.vecs,
+  multiply_strip<P>(strip, block.values.with_lanes, 0, keys, strip.grad_out, strip.tail_grad_out, p.value_dim,
                     tile.gradients);
   if (call.t.value.data != nullptr) {
-    multiply_lanes<P>(block.value_tangents.with_lanes, 0, keys, strip.grad_out, p.value_dim, strip.vecs,
+    multiply_lanes<P>(block.value_tangents.with_lanes, 0, keys, strip.grad_out, p.value_dim, strip.count,
                       tile.values);
   } else {
     memset(tile.values, 0, static_cast<size_t>(keys * kLanes<T>) * sizeof(T));

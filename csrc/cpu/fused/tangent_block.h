@@ -125,7 +125,7 @@ void tangent_block(const TangentCall& call, QueryStrip<P>& strip, TangentLanes<P
   const AttentionParams& p = call.p;
   Update update = Update::kStore;
   const auto add = [&](const TangentRows<P>& rows, LaneOperand<P>& of_query) {
-    multiply_lanes<P>(rows.with_lanes, 0, block.count, of_query, p.head_dim, strip.vecs, result, update);
+    multiply_lanes<P>(rows.with_lanes, 0, block.count, of_query, p.head_dim, strip.count, result, update);
     update = Update::kAdd;
   };
   if (call.t.query.data != nullptr) add(block.keys, lanes.tangent);

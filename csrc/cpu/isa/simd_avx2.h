@@ -5,6 +5,8 @@ namespace selfattn::cpu::avx2 {
 
 template <class T>
 struct Simd;
+template <class T>
+struct LowerHalf;  // there is none, see kHalves
 
 template <>
 struct Simd<float> {
@@ -14,6 +16,7 @@ struct Simd<float> {
   static constexpr int kTileRows = 4;  // 4 x 3 accumulators, 3 operands and a broadcast: all 16 registers
   static constexpr int kTileVecs = 3;
   static constexpr bool kLoadsParts = false;
+  static constexpr bool kHalves = false;
 
   static SELFATTN_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
   static SELFATTN_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
@@ -117,6 +120,7 @@ struct Simd<double> {
   static constexpr int kTileRows = 4;
   static constexpr int kTileVecs = 3;
   static constexpr bool kLoadsParts = false;
+  static constexpr bool kHalves = false;
 
   static SELFATTN_INLINE Vec load(const double* p) { return _mm256_loadu_pd(p); }
   static SELFATTN_INLINE void store(double* p, Vec v) { _mm256_storeu_pd(p, v); }

@@ -12,6 +12,8 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>
 struct Simd;
+template <class T>
+struct LowerHalf;
 
 template <>
 struct Simd<float> {
@@ -22,6 +24,7 @@ struct Simd<float> {
   static constexpr int kTileVecs = SELFATTN_TILE_VECTORS;
 
   static constexpr bool kLoadsParts = true;
+  static constexpr bool kHalves = true;
 
   static SELFATTN_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static SELFATTN_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
@@ -149,6 +152,7 @@ struct Simd<double> {
   static constexpr int kTileVecs = 3;
 
   static constexpr bool kLoadsParts = true;
+  static constexpr bool kHalves = true;
 
   static SELFATTN_INLINE Vec load(const double* p) { return _mm512_loadu_pd(p); }
   static SELFATTN_INLINE void store(double* p, Vec v) { _mm512_storeu_pd(p, v); }
@@ -206,6 +210,59 @@ struct Simd<double> {
     const __m512i word = _mm512_and_si512(a, _mm512_set1_epi64(0xffffffff));
     return _mm512_cmplt_epu64_mask(word, _mm512_set1_epi64(limit));
   }
+};
+
+// Vectors whose upper half does not count. What these functions return may hold anything there.
+template <>
+struct LowerHalf<float> : Simd<float> {
+  static SELFATTN_INLINE __m256 low(Vec v) { return _mm512_castps512_ps256(v); }
+  static SELFATTN_INLINE Vec whole(__m256 v) { return _mm512_castps256_ps512(v); }
+  static SELFATTN_INLINE Vec zeros_above(Vec v) { return _mm512_maskz_mov_ps(0x00ff, v); }
+
+  static SELFATTN_INLINE Vec load(const float* p) { return whole(_mm256_loadu_ps(p)); }
+  static SELFATTN_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, low(v)); }
+  static SELFATTN_INLINE Vec add(Vec a, Vec b) { return whole(_mm256_add_ps(low(a), low(b))); }
+  static SELFATTN_INLINE Vec sub(Vec a, Vec b) { return whole(_mm256_sub_ps(low(a), low(b))); }
+  static SELFATTN_INLINE Vec mul(Vec a, Vec b) { return whole(_mm256_mul_ps(low(a), low(b))); }
+  static SELFATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return whole(_mm256_fmadd_ps(low(a), low(b), low(c)));
+  }
+  static SELFATTN_INLINE Vec max(Vec a, Vec b) { return whole(_mm256_max_ps(low(a), low(b))); }
+  static SELFATTN_INLINE Mask less(Vec a, Vec b) { return _mm256_cmp_ps_mask(low(a), low(b), _CMP_LT_OQ); }
+  static SELFATTN_INLINE Mask equal(Vec a, Vec b) { return _mm256_cmp_ps_mask(low(a), low(b), _CMP_EQ_OQ); }
+  static SELFATTN_INLINE Vec select(Mask m, Vec yes, Vec no) {
+    return whole(_mm256_mask_blend_ps(static_cast<__mmask8>(m), low(no), low(yes)));
+  }
+  static SELFATTN_INLINE Vec round(Vec a) {
+    return whole(_mm256_roundscale_ps(low(a), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static SELFATTN_INLINE Vec mul_pow2(Vec a, Vec n) { return whole(_mm256_scalef_ps(low(a), low(n))); }
+};
+
+template <>
+struct LowerHalf<double> : Simd<double> {
+  static SELFATTN_INLINE __m256d low(Vec v) { return _mm512_castpd512_pd256(v); }
+  static SELFATTN_INLINE Vec whole(__m256d v) { return _mm512_castpd256_pd512(v); }
+  static SELFATTN_INLINE Vec zeros_above(Vec v) { return _mm512_maskz_mov_pd(0x0f, v); }
+
+  static SELFATTN_INLINE Vec load(const double* p) { return whole(_mm256_loadu_pd(p)); }
+  static SELFATTN_INLINE void store(double* p, Vec v) { _mm256_storeu_pd(p, low(v)); }
+  static SELFATTN_INLINE Vec add(Vec a, Vec b) { return whole(_mm256_add_pd(low(a), low(b))); }
+  static SELFATTN_INLINE Vec sub(Vec a, Vec b) { return whole(_mm256_sub_pd(low(a), low(b))); }
+  static SELFATTN_INLINE Vec mul(Vec a, Vec b) { return whole(_mm256_mul_pd(low(a), low(b))); }
+  static SELFATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return whole(_mm256_fmadd_pd(low(a), low(b), low(c)));
+  }
+  static SELFATTN_INLINE Vec max(Vec a, Vec b) { return whole(_mm256_max_pd(low(a), low(b))); }
+  static SELFATTN_INLINE Mask less(Vec a, Vec b) { return _mm256_cmp_pd_mask(low(a), low(b), _CMP_LT_OQ); }
+  static SELFATTN_INLINE Mask equal(Vec a, Vec b) { return _mm256_cmp_pd_mask(low(a), low(b), _CMP_EQ_OQ); }
+  static SELFATTN_INLINE Vec select(Mask m, Vec yes, Vec no) {
+    return whole(_mm256_mask_blend_pd(static_cast<__mmask8>(m), low(no), low(yes)));
+  }
+  static SELFATTN_INLINE Vec round(Vec a) {
+    return whole(_mm256_roundscale_pd(low(a), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static SELFATTN_INLINE Vec mul_pow2(Vec a, Vec n) { return whole(_mm256_scalef_pd(low(a), low(n))); }
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -6,6 +6,8 @@ namespace selfattn::cpu::scalar {
 
 template <class T>
 struct Simd;
+template <class T>
+struct LowerHalf;  // there is none, see kHalves
 
 template <class T, class Bits, int kLanes>
 struct PortableSimd {
@@ -16,6 +18,7 @@ struct PortableSimd {
   static constexpr int kTileRows = 4;
   static constexpr int kTileVecs = 2;
   static constexpr bool kLoadsParts = false;
+  static constexpr bool kHalves = false;
 
   static SELFATTN_INLINE Vec load(const T* p) { return *reinterpret_cast<const Unaligned*>(p); }
   static SELFATTN_INLINE void store(T* p, Vec v) { *reinterpret_cast<Unaligned*>(p) = v; }

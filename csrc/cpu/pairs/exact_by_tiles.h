@@ -57,8 +57,9 @@ struct WeightOperand<ExactPairs> : WeightOperand<float> {
 // Small products are added first.
 template <>
 inline void multiply_columns<ExactPairs>(const ColumnOperand<ExactPairs>& a, int64_t from, int64_t keys,
-                                         int64_t columns, const WeightOperand<ExactPairs>& w, int64_t vecs,
+                                         int64_t columns, const WeightOperand<ExactPairs>& w, int64_t lanes,
                                          const ColumnSums<float>& c, const float* visible) {
+  const int64_t vecs = divide_up(lanes, Simd<float>::kWidth);
   ColumnSums<float> sums = c;
   for (int piece = kMaxPieces - 1; piece >= 0; --piece) {
     multiply_column_pieces(a, from, keys, columns, w.lanes + piece * kLanes<float>, kMaxPieces, vecs, sums);

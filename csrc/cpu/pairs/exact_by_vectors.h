@@ -17,9 +17,9 @@ struct WeightOperand<ExactPairs> : WeightOperand<float> {};
 
 template <>
 inline void multiply_columns<ExactPairs>(const ColumnOperand<ExactPairs>& a, int64_t from, int64_t keys,
-                                         int64_t columns, const WeightOperand<ExactPairs>& w, int64_t vecs,
+                                         int64_t columns, const WeightOperand<ExactPairs>& w, int64_t lanes,
                                          const ColumnSums<float>& c, const float* visible) {
-  multiply_columns<float>(a, from, keys, columns, w, vecs, c, visible);
+  multiply_columns<float>(a, from, keys, columns, w, lanes, c, visible);
 }
 
 template <>

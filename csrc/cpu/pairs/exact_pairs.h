@@ -35,9 +35,9 @@ struct Delta<ExactPairs> : Delta<Pairs> {};
 
 template <>
 inline void multiply_lanes<ExactPairs>(const RowOperand<ExactPairs>& a, int64_t from, int64_t rows,
-                                       LaneOperand<ExactPairs>& b, int64_t columns, int64_t vecs, float* c,
+                                       LaneOperand<ExactPairs>& b, int64_t columns, int64_t lanes, float* c,
                                        Update update) {
-  multiply_lanes<Pairs>(a, from, rows, b, columns, vecs, c, update);
+  multiply_lanes<Pairs>(a, from, rows, b, columns, lanes, c, update);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -9,15 +9,15 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 // Replaces the scores of special queries and keys, which have no pieces, by scores in float.
 inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
-                                   LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
+                                   LaneOperand<Pairs>& b, int64_t columns, int64_t lanes, float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
   if (!b.special && !a.special(from, rows)) return;
   const Rows<float> floats = rows_as<float>(a.source.from(from, rows), false, a.float_buffer);
   multiply<float, false>(
       {columns, floats.data, floats.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr},
-      rows, vecs);
+      rows, lanes);
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t lane = 0; lane < vecs * 16; ++lane) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
       if (a.is_special[from + row] || b.is_special[lane] != 0.0f)
         c[row * ld + lane] = a.block[row * ld + lane];
     }
@@ -48,10 +48,10 @@ inline void multiply_pieces(const RowOperand<Pairs>& a, int64_t from, int64_t ro
 // Update::kAdd is for one piece only, which has no special rows.
 template <>
 inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
-                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c,
+                                  LaneOperand<Pairs>& b, int64_t columns, int64_t lanes, float* c,
                                   Update update) {
-  multiply_pieces(a, from, rows, b, 0, columns, vecs, c, update);
-  if (update == Update::kStore) replace_special_scores(a, from, rows, b, columns, vecs, c);
+  multiply_pieces(a, from, rows, b, 0, columns, divide_up(lanes, Simd<float>::kWidth), c, update);
+  if (update == Update::kStore) replace_special_scores(a, from, rows, b, columns, lanes, c);
 }
 
 // Updates c by a * w, from the pieces alone. `w` has `pieces` pieces for each pair of keys.
@@ -101,8 +101,9 @@ inline void add_special_columns(const ColumnOperand<Pairs>& a, int64_t from, int
 
 template <>
 inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys,
-                                    int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs,
+                                    int64_t columns, const WeightOperand<Pairs>& w, int64_t lanes,
                                     const ColumnSums<float>& c, const float* visible) {
+  const int64_t vecs = divide_up(lanes, Simd<float>::kWidth);
   multiply_column_pieces(a, from, keys, columns, w.lanes, w.pieces, vecs, c);
   add_special_columns(a, from, keys, columns, w.block, w.in_float, vecs, c.data, visible);
 }
@@ -191,7 +192,7 @@ struct Delta<Pairs> {
     for (int64_t first = 0; first < source.rows; first += 16) {
       const int64_t count = smaller(source.rows - first, 16);
       if (grad_out.special || rows.special(first, count)) {
-        multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
+        multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs * 16, product);
       } else {
         multiply_pieces(rows, first, count, grad_out, first, source.columns, 1, product + first);
       }

@@ -49,7 +49,7 @@ struct WeightOperand<Pairs> {
   bool sums_in_place() const { return PairEngine::kTiles && rounds(); }
 
   // `used` gets the sum of the rounded weights.
-  template <Weigh kWeigh, bool kPaired>
+  template <Weigh kWeigh, bool kPaired, class S = Simd<float>>
   SELFATTN_INLINE void store(int64_t row, int64_t lane, const __m512 (&v)[4], __m512 (&used)[2]) const {
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {

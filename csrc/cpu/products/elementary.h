@@ -40,9 +40,8 @@ struct ExpPolynomial<double> {
 
 // Splits x <= 0 into n*ln(2) + r and gives r*q(r) = e^r - 1. One multiply-add removes n*ln(2); its rounding
 // error, |x| * epsilon, is damped by the factor e^x in everything computed from it.
-template <class T>
-SELFATTN_INLINE typename Simd<T>::Vec reduced_expm1(typename Simd<T>::Vec x, typename Simd<T>::Vec* n) {
-  using S = Simd<T>;
+template <class T, class S = Simd<T>>
+SELFATTN_INLINE typename S::Vec reduced_expm1(typename S::Vec x, typename S::Vec* n) {
   *n = S::round(S::mul(x, S::set(T(kLog2E))));
   const auto r = S::fma(*n, S::set(T(-0.69314718055994530942)), x);
   auto q = S::set(ExpPolynomial<T>::kCoefficients[ExpPolynomial<T>::kTerms - 1]);
@@ -54,11 +53,10 @@ SELFATTN_INLINE typename Simd<T>::Vec reduced_expm1(typename Simd<T>::Vec x, typ
 }
 
 // e^x for x <= 0, exactly 1 at 0, 0 far below (also at -inf), NaN for NaN.
-template <class T>
-SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive(typename Simd<T>::Vec x) {
-  using S = Simd<T>;
+template <class T, class S = Simd<T>>
+SELFATTN_INLINE typename S::Vec exp_nonpositive(typename S::Vec x) {
   typename S::Vec n;
-  const auto rq = reduced_expm1<T>(x, &n);
+  const auto rq = reduced_expm1<T, S>(x, &n);
   const auto y = S::mul_pow2(S::add(rq, S::set(T(1))), n);
   return S::select(S::less(x, S::set(ExpPolynomial<T>::kFlushBelow)), S::set(T(0)), y);
 }
@@ -126,13 +124,11 @@ constexpr int pieces_of(Weigh weigh) {
 constexpr bool is_one_piece(Weigh weigh) { return pieces_of(weigh) == 1; }
 constexpr int exp_terms(Weigh weigh) { return 3 + pieces_of(weigh); }
 
-template <class T, Weigh kWeigh>
-SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typename Simd<T>::Vec scale,
-                                                typename Simd<T>::Vec shift) {
-  using S = Simd<T>;
+template <class T, Weigh kWeigh, class S = Simd<T>>
+SELFATTN_INLINE typename S::Vec weight_of(typename S::Vec s, typename S::Vec scale, typename S::Vec shift) {
   const auto x = S::sub(is_scaled(kWeigh) ? S::mul(s, scale) : s, shift);
   if constexpr (kWeigh == Weigh::kWhole) {
-    return exp_nonpositive<T>(x);
+    return exp_nonpositive<T, S>(x);
   } else {
     return exp_nonpositive_short<T, exp_terms(kWeigh)>(x);
   }

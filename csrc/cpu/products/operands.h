@@ -133,11 +133,11 @@ struct WeightOperand {
     block = arena.take<P>(kKeyBlock * kLanes<P>);
   }
   // Stores four rows of vectors. kPaired is for operands that need no block, `used` for those that round.
-  template <Weigh kWeigh, bool kPaired>
-  SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename Simd<P>::Vec (&v)[4],
-                             typename Simd<P>::Vec (&)[2]) const {
+  template <Weigh kWeigh, bool kPaired, class S>
+  SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename S::Vec (&v)[4],
+                             typename S::Vec (&)[2]) const {
     SELFATTN_UNROLL
-    for (int i = 0; i < 4; ++i) Simd<P>::store(block + (row + i) * kLanes<P> + lane, v[i]);
+    for (int i = 0; i < 4; ++i) S::store(block + (row + i) * kLanes<P> + lane, v[i]);
   }
   // Whether weights are rounded to a single piece.
   bool rounds() const { return false; }
@@ -153,10 +153,10 @@ struct WeightOperand {
 // c[j][lane] = <row from + j of a, lane of b>, or += with Update::kAdd.
 template <class P>
 void multiply_lanes(const RowOperand<P>& a, int64_t from, int64_t rows, LaneOperand<P>& b, int64_t columns,
-                    int64_t vecs, Scalar<P>* c, Update update = Update::kStore) {
+                    int64_t lanes, Scalar<P>* c, Update update = Update::kStore) {
   multiply<P, false>({columns, a.rows.data + from * a.rows.stride, a.rows.stride, b.data, kLanes<P>, c,
                       kLanes<P>, update, nullptr},
-                     rows, vecs);
+                     rows, lanes);
 }
 
 // Sums [column][kLanes] that a product changes; lane_scale is read for Update::kScaleAdd alone.
@@ -170,7 +170,7 @@ struct ColumnSums {
 // Updates c[column][lane] by the sum over the keys j of a(from + j, column) * w[j][lane].
 template <class P>
 void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int64_t columns,
-                      const WeightOperand<P>& w, int64_t vecs, const ColumnSums<Scalar<P>>& c,
+                      const WeightOperand<P>& w, int64_t lanes, const ColumnSums<Scalar<P>>& c,
                       const Scalar<P>* visible) {
   const Product<P> product{keys,          a.rows.data + from * a.rows.stride,
                            a.rows.stride, w.block,
@@ -178,9 +178,9 @@ void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int
                            kLanes<P>,     c.update,
                            c.lane_scale};
   if (visible != nullptr) {
-    multiply_visible<P, true>(product, columns, vecs, visible, kLanes<P>);
+    multiply_visible<P, true>(product, columns, divide_up(lanes, Simd<P>::kWidth), visible, kLanes<P>);
   } else {
-    multiply<P, true>(product, columns, vecs);
+    multiply<P, true>(product, columns, lanes);
   }
 }
 
@@ -196,7 +196,7 @@ void multiply_weights(const WeightOperand<P>& w, int64_t keys, int64_t /*first*/
   if (visible != nullptr) {
     multiply_visible<P, false>(product, keys, padded / Simd<P>::kWidth, visible, kLanes<P>);
   } else {
-    multiply<P, false>(product, keys, padded / Simd<P>::kWidth);
+    multiply<P, false>(product, keys, columns);
   }
 }
 

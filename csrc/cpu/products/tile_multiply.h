@@ -55,7 +55,9 @@ SELFATTN_INLINE void finish_tile(const typename Simd<T>::Vec (&sum)[kRows][kVecs
   }
 }
 
-template <class T, int kRows, int kVecs, bool kTransposed>
+// With kHalf, no more than half of the last vector's lanes are in use, and the others of C meet zeros. A
+// processor that computes 512 bits in two steps (Zen 4) then saves one of them.
+template <class T, int kRows, int kVecs, bool kHalf, bool kTransposed>
 __attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, int64_t lane) {
   using S = Simd<T>;
   typename S::Vec sum[kRows][kVecs];
@@ -72,15 +74,22 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, i
   for (int64_t k = p.depth; k > 0; --k) {
     typename S::Vec vec[kVecs];
     SELFATTN_UNROLL
-    for (int v = 0; v < kVecs; ++v) vec[v] = S::load(b + v * S::kWidth);
+    for (int v = 0; v < kVecs - kHalf; ++v) vec[v] = S::load(b + v * S::kWidth);
+    if constexpr (kHalf) vec[kVecs - 1] = LowerHalf<T>::load(b + (kVecs - 1) * S::kWidth);
     SELFATTN_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const typename S::Vec broadcast = S::set(a[r * a_row]);
       SELFATTN_UNROLL
-      for (int v = 0; v < kVecs; ++v) sum[r][v] = S::fma(broadcast, vec[v], sum[r][v]);
+      for (int v = 0; v < kVecs - kHalf; ++v) sum[r][v] = S::fma(broadcast, vec[v], sum[r][v]);
+      if constexpr (kHalf)
+        sum[r][kVecs - 1] = LowerHalf<T>::fma(broadcast, vec[kVecs - 1], sum[r][kVecs - 1]);
     }
     a += a_step;
     b += ldb;
+  }
+  if constexpr (kHalf) {
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r][kVecs - 1] = LowerHalf<T>::zeros_above(sum[r][kVecs - 1]);
   }
   T* c = p.c + row * p.ldc + lane;
   if (p.update == Update::kStore) {
@@ -92,20 +101,20 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, i
   }
 }
 
-template <class T, int kVecs, bool kTransposed>
+template <class T, int kVecs, bool kHalf, bool kTransposed>
 void multiply_rows(const Product<T>& p, int64_t rows, int64_t lane) {
   constexpr int kTile = Simd<T>::kTileRows;
   int64_t row = 0;
-  for (; row + kTile <= rows; row += kTile) multiply_tile<T, kTile, kVecs, kTransposed>(p, row, lane);
+  for (; row + kTile <= rows; row += kTile) multiply_tile<T, kTile, kVecs, kHalf, kTransposed>(p, row, lane);
   if (kTile > 4 && row + 4 <= rows) {
-    multiply_tile<T, 4, kVecs, kTransposed>(p, row, lane);
+    multiply_tile<T, 4, kVecs, kHalf, kTransposed>(p, row, lane);
     row += 4;
   }
   if (row + 2 <= rows) {
-    multiply_tile<T, 2, kVecs, kTransposed>(p, row, lane);
+    multiply_tile<T, 2, kVecs, kHalf, kTransposed>(p, row, lane);
     row += 2;
   }
-  if (row < rows) multiply_tile<T, 1, kVecs, kTransposed>(p, row, lane);
+  if (row < rows) multiply_tile<T, 1, kVecs, kHalf, kTransposed>(p, row, lane);
 }
 
 // How many vectors the next tile takes of `vecs` that are left: never one alone where two and two would do.
@@ -116,31 +125,42 @@ int next_tile_vecs(int64_t vecs) {
   return vecs == kMost + 1 && kMost > 2 ? kMost - 1 : kMost;
 }
 
-template <class T, bool kTransposed>
-void multiply_part(const Product<T>& p, int64_t rows, int64_t vecs) {
-  for (int64_t vec = 0; vec < vecs;) {
-    const int take = next_tile_vecs<T>(vecs - vec);
-    const int64_t lane = vec * Simd<T>::kWidth;
-    if (take == 3) {
-      multiply_rows<T, Simd<T>::kTileVecs, kTransposed>(p, rows, lane);
-    } else if (take == 2) {
-      multiply_rows<T, 2, kTransposed>(p, rows, lane);
-    } else {
-      multiply_rows<T, 1, kTransposed>(p, rows, lane);
-    }
-    vec += take;
+template <class T, bool kHalf, bool kTransposed>
+void multiply_vecs(const Product<T>& p, int64_t rows, int64_t lane, int vecs) {
+  if (vecs == 3) {
+    multiply_rows<T, Simd<T>::kTileVecs, kHalf, kTransposed>(p, rows, lane);
+  } else if (vecs == 2) {
+    multiply_rows<T, 2, kHalf, kTransposed>(p, rows, lane);
+  } else {
+    multiply_rows<T, 1, kHalf, kTransposed>(p, rows, lane);
   }
 }
 
-// Computes the whole product: `rows` rows and `vecs` vectors of lanes.
 template <class T, bool kTransposed>
-void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
+void multiply_part(const Product<T>& p, int64_t rows, int64_t lanes) {
+  using S = Simd<T>;
+  for (int64_t lane = 0; lane < lanes;) {
+    const int take = next_tile_vecs<T>(divide_up(lanes - lane, S::kWidth));
+    const int64_t end = lane + take * S::kWidth;
+    if (S::kHalves && lanes <= end - S::kWidth / 2) {
+      multiply_vecs<T, S::kHalves, kTransposed>(p, rows, lane, take);
+    } else {
+      multiply_vecs<T, false, kTransposed>(p, rows, lane, take);
+    }
+    lane = end;
+  }
+}
+
+// Computes the whole product: `rows` rows and the first `lanes` lanes, which are padded to whole vectors.
+// What the lanes of the padding get is finite if C and B are.
+template <class T, bool kTransposed>
+void multiply(const Product<T>& p, int64_t rows, int64_t lanes) {
   const int64_t step = terms_of_part(p.depth);
   Product<T> part = p;
   int64_t done = 0;
   do {
     part.depth = smaller(p.depth - done, step);
-    multiply_part<T, kTransposed>(part, rows, vecs);
+    multiply_part<T, kTransposed>(part, rows, lanes);
     done += step;
     part.a += step * (kTransposed ? p.lda : 1);
     part.b += step * p.ldb;
