@@ -150,6 +150,79 @@ class TestFlashAttention:
         assert lse.shape == (HEADS, 5)
 
 
+class TestFlashAttention4:
+    """Its interface.py and mask.py: None is no bound, a sink is one more column of the softmax."""
+
+    @pytest.mark.parametrize(("length", "source"), LENGTHS)
+    @pytest.mark.parametrize(
+        ("options", "left", "right"),
+        [
+            ({}, -1, -1),
+            ({"causal": True, "softmax_scale": 0.7}, -1, 0),
+            ({"window_size": (2, None)}, 2, -1),
+            ({"window_size": (None, 1)}, -1, 1),
+            ({"causal": True, "window_size": (1, None)}, 1, 0),
+        ],
+        ids=["plain", "causal", "left", "right", "causal window"],
+    )
+    def test_its_arguments(
+        self, length: int, source: int, options: dict[str, Any], left: int, right: int
+    ) -> None:
+        q, k, v = (x.transpose(1, 2) for x in tensors(length, source, kv_heads=2))
+        sinks = torch.randn(HEADS)
+        out, lse = named("flash_attn_4_func")(q, k, v, learnable_sink=sinks, **options)
+        key, value = (x.transpose(1, 2).double().repeat_interleave(HEADS // 2, 1) for x in (k, v))
+        scores = q.transpose(1, 2).double() @ key.mT * options.get("softmax_scale", WIDTH**-0.5)
+        scores = scores.masked_fill(~lower_right(length, source, left, right), -math.inf)
+        column = sinks.double().view(HEADS, 1, 1).expand(BATCH, HEADS, length, 1)
+        extended = torch.cat([scores, column], -1)
+        expected = extended.softmax(-1)[..., :-1] @ value
+        torch.testing.assert_close(out, expected.transpose(1, 2).float())
+        torch.testing.assert_close(lse, extended.logsumexp(-1).float())
+
+
+class TestNatten:
+    """The windows of na1d, counted as in its reference kernel (mask.hpp) for each group of a dilation."""
+
+    @staticmethod
+    def visible(length: int, size: int, stride: int, dilation: int, causal: bool) -> Tensor:
+        seen = torch.zeros(length, length, dtype=torch.bool)
+        left, right = size // 2, size // 2 + size % 2 - 1
+        for group in range(dilation):
+            members = torch.arange(group, length, dilation)
+            n = len(members)
+            for place in range(n):
+                leader = min(place // stride * stride + (stride - 1 if causal else stride // 2), n - 1)
+                if causal:
+                    start, end = max(leader - left - right, 0), place + 1
+                else:
+                    start = max(leader - left, 0)
+                    if leader + right >= n:
+                        start += n - right - leader - 1
+                    end = start + size
+                seen[members[place], members[start:end]] = True
+        return seen
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize(
+        ("length", "size", "stride", "dilation"),
+        [(7, 3, 1, 1), (13, 4, 1, 1), (13, 5, 2, 1), (14, 4, 3, 1), (17, 3, 1, 4), (19, 4, 2, 3)],
+    )
+    def test_windows(self, length: int, size: int, stride: int, dilation: int, causal: bool) -> None:
+        q, k, v = tensors(length, length, kv_heads=2)
+        seen = self.visible(length, size, stride, dilation, causal)
+        if not causal:
+            assert (seen.sum(-1) == size).all()
+        expected = reference.attention(q, k, v, seen).out
+        result = named("na1d")(*(x.transpose(1, 2) for x in (q, k, v)), size, stride, dilation, causal)
+        torch.testing.assert_close(result.transpose(1, 2), expected)
+        if causal and stride == dilation == 1:
+            ours = scaled_dot_product_attention(
+                q, k, v, is_causal=True, window_size=(size - 1, 0), enable_gqa=True
+            )
+            torch.testing.assert_close(ours, expected)
+
+
 class TestXformers:
     """xFormers' biases as it documents them: as tensors that are added to the scores."""
 
