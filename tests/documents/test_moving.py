@@ -151,7 +151,7 @@ class TestFlashAttention:
 
 
 class TestFlashAttention4:
-    """Its interface.py and mask.py: None is no bound, a sink is one more column of the softmax."""
+    """As its sources say, None is no bound, and a sink is one more column of the softmax."""
 
     @pytest.mark.parametrize(("length", "source"), LENGTHS)
     @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ class TestFlashAttention4:
 
 
 class TestNatten:
-    """The windows of na1d, counted as in its reference kernel (mask.hpp) for each group of a dilation."""
+    """The windows of na1d, counted as its reference kernel does for each group of a dilation."""
 
     @staticmethod
     def visible(length: int, size: int, stride: int, dilation: int, causal: bool) -> Tensor:
