@@ -88,17 +88,27 @@ SELFATTN_EMULATED V load_some(uint64_t mask, const void* from) {
 SELFATTN_CALLED __m512 maskz_loadu_ps(__mmask16 mask, const void* from) {
   return load_some<__m512, float>(mask, from);
 }
+SELFATTN_CALLED __m512d maskz_loadu_pd(__mmask8 mask, const void* from) {
+  return load_some<__m512d, double>(mask, from);
+}
 SELFATTN_CALLED __m512i maskz_loadu_epi16(__mmask32 mask, const void* from) {
   return load_some<__m512i, int16_t>(mask, from);
 }
 SELFATTN_CALLED __m256i maskz_loadu_epi16_of_256(__mmask16 mask, const void* from) {
   return load_some<__m256i, int16_t>(mask, from);
 }
-SELFATTN_CALLED void mask_storeu_ps(void* to, __mmask16 mask, __m512 v) {
-  for (unsigned i = 0; i < 16; ++i) {
-    const float x = v[i];
-    if ((mask >> i & 1) != 0) std::memcpy(static_cast<float*>(to) + i, &x, sizeof(x));
+template <class E, class V>
+SELFATTN_EMULATED void store_some(void* to, uint64_t mask, V v) {
+  E elements[sizeof(V) / sizeof(E)];
+  std::memcpy(elements, &v, sizeof(v));
+  for (unsigned i = 0; i < sizeof(V) / sizeof(E); ++i) {
+    if ((mask >> i & 1) != 0) std::memcpy(static_cast<E*>(to) + i, &elements[i], sizeof(E));
   }
+}
+SELFATTN_CALLED void mask_storeu_ps(void* to, __mmask16 mask, __m512 v) { store_some<float>(to, mask, v); }
+SELFATTN_CALLED void mask_storeu_pd(void* to, __mmask8 mask, __m512d v) { store_some<double>(to, mask, v); }
+SELFATTN_CALLED void mask_storeu_epi16_of_256(void* to, __mmask16 mask, __m256i v) {
+  store_some<int16_t>(to, mask, v);
 }
 
 // --- the same in every element, and given ones ------------------------------------------------------------
@@ -131,6 +141,15 @@ SELFATTN_EMULATED __m512 castsi512_ps(__m512i v) { return (__m512)v; }
 SELFATTN_EMULATED __m512i castps_si512(__m512 v) { return (__m512i)v; }
 SELFATTN_EMULATED __m256i castsi512_si256(__m512i v) { return half<__m256i>(v, 0); }
 SELFATTN_EMULATED __m512 castps128_ps512(__m128 v) { return joined<__m512>(v, v); }
+SELFATTN_EMULATED __m256 castps512_ps256(__m512 v) { return half<__m256>(v, 0); }
+SELFATTN_EMULATED __m256d castpd512_pd256(__m512d v) { return half<__m256d>(v, 0); }
+// The upper half is undefined. NaN shows where a kernel uses it.
+SELFATTN_EMULATED __m512 castps256_ps512(__m256 v) {
+  return joined<__m512>(v, _mm256_set1_ps(std::numeric_limits<float>::quiet_NaN()));
+}
+SELFATTN_EMULATED __m512d castpd256_pd512(__m256d v) {
+  return joined<__m512d>(v, _mm256_set1_pd(std::numeric_limits<double>::quiet_NaN()));
+}
 SELFATTN_EMULATED float cvtss_f32(__m512 v) { return v[0]; }
 
 // --- arithmetic --------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ SELFATTN_CALLED __m512i mask_blend_epi16(__mmask32 mask, __m512i no, __m512i yes
 }
 SELFATTN_CALLED __m512 mask_mov_ps(__m512 no, __mmask16 mask, __m512 yes) { return choose(mask, no, yes); }
 SELFATTN_CALLED __m512 maskz_mov_ps(__mmask16 mask, __m512 yes) { return choose(mask, __m512{}, yes); }
+SELFATTN_CALLED __m512d maskz_mov_pd(__mmask8 mask, __m512d yes) { return choose(mask, __m512d{}, yes); }
 SELFATTN_EMULATED __m512 maskz_mul_ps(__mmask16 mask, __m512 a, __m512 b) {
   return maskz_mov_ps(mask, mul_ps(a, b));
 }
@@ -212,6 +213,28 @@ SELFATTN_CALLED __m512d roundscale_pd(__m512d a, int how) {
   for (unsigned i = 0; i < 8; ++i) a[i] = std::nearbyint(a[i]);
   return a;
 }
+// Instructions of AVX512VL on 256 bits.
+SELFATTN_CALLED __mmask8 cmp_ps_mask_of_256(__m256 a, __m256 b, int predicate) {
+  return static_cast<__mmask8>(mask_of(a, b, [&](float x, float y) { return compare(x, y, predicate); }));
+}
+SELFATTN_CALLED __mmask8 cmp_pd_mask_of_256(__m256d a, __m256d b, int predicate) {
+  return static_cast<__mmask8>(mask_of(a, b, [&](double x, double y) { return compare(x, y, predicate); }));
+}
+SELFATTN_CALLED __m256 mask_blend_ps_of_256(__mmask8 mask, __m256 no, __m256 yes) {
+  return choose(mask, no, yes);
+}
+SELFATTN_CALLED __m256d mask_blend_pd_of_256(__mmask8 mask, __m256d no, __m256d yes) {
+  return choose(mask, no, yes);
+}
+SELFATTN_CALLED __m256 scalef_ps_of_256(__m256 a, __m256 b) { return all_scaled(a, b); }
+SELFATTN_CALLED __m256d scalef_pd_of_256(__m256d a, __m256d b) { return all_scaled(a, b); }
+SELFATTN_EMULATED __m256 roundscale_ps_of_256(__m256 a, int how) {
+  return half<__m256>(roundscale_ps(joined<__m512>(a, a), how), 0);
+}
+SELFATTN_EMULATED __m256d roundscale_pd_of_256(__m256d a, int how) {
+  return half<__m256d>(roundscale_pd(joined<__m512d>(a, a), how), 0);
+}
+
 SELFATTN_CALLED __m512 reduce_ps(__m512 a, int how) {
   if (how != (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)) __builtin_trap();
   for (unsigned i = 0; i < 16; ++i) a[i] = std::isinf(a[i]) ? 0.0f : a[i] - std::floor(a[i]);

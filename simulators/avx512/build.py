@@ -27,7 +27,12 @@ AMX = "libselfattn_amx_emulator.so"
 #: regions stay below AVX-512, and the processor's features include those that are emulated.
 CHANGES = [
     (re.compile(r"\b_mm512_(\w+)"), r"emulated512::\1"),
-    (re.compile(r"\b_mm256_(maskz_loadu_epi16)\b"), r"emulated512::\1_of_256"),
+    (
+        re.compile(
+            r"\b_mm256_(maskz?_(?:loadu|storeu)_epi16|cmp_p[sd]_mask|(?:mask_blend|roundscale|scalef)_p[sd])\b"
+        ),
+        r"emulated512::\1_of_256",
+    ),
     (re.compile(r"\b_mm_(cmpeq_epi8_mask)\b"), r"emulated512::\1_of_128"),
     (re.compile(r"\bavx512\w+,|,prefer-vector-width=512\b"), ""),
     # Constraints of assembler statements: the emulator has its vectors in memory, not in registers.
