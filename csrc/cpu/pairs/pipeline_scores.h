@@ -75,7 +75,8 @@ class HalfBlock {
   // scores: [rows()][kLanes]; the values of a mask are in scratch.mask.
   __attribute__((noinline)) void finish(const BlockScratch<Pairs>& scratch, float* scores) const {
     if (has_special()) {
-      replace_special_scores(rows_, from_, real_, keys_.strip->query, p_.head_dim, keys_.strip->vecs, scores);
+      replace_special_scores(rows_, from_, real_, keys_.strip->query, p_.head_dim, keys_.strip->count,
+                             scores);
     }
     if (is_altered()) {
       multiply(finish_scores<Pairs>(p_, *keys_.strip, keys_.first + from_, real_, scratch, scores), scores);

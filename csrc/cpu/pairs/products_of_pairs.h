@@ -7,7 +7,8 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Replaces the scores of special queries and keys, which have no pieces, by scores in float.
+// Replaces the scores of special queries and keys, which have no pieces, by scores in float, in the padding
+// of vectors, too: every later step passes over it.
 inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                                    LaneOperand<Pairs>& b, int64_t columns, int64_t lanes, float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
@@ -17,7 +18,7 @@ inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int
       {columns, floats.data, floats.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr},
       rows, lanes);
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t lane = 0; lane < lanes; ++lane) {
+    for (int64_t lane = 0; lane < round_up_to_vector<float>(lanes); ++lane) {
       if (a.is_special[from + row] || b.is_special[lane] != 0.0f)
         c[row * ld + lane] = a.block[row * ld + lane];
     }
