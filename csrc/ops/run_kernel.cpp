@@ -60,18 +60,23 @@ cpu::ThreadPool thread_pool(double nanoseconds) {
 }
 
 double nanoseconds_of(const AttentionParams& p) {
-  // The own cost of a query, of a sequence and of a score; that of a byte of a key or a value when a query
-  // meets it, and when it is loaded.
-  constexpr double kQuery = 16, kSequence = 100, kScore = 1, kMet = 1.0 / 256, kLoaded = 3.0 / 256,
-                   kLine = 64;
+  // What a query, a sequence and a score cost by themselves; what a number of a query or an output costs, as it
+  // is transposed or rounded; what a key or a value costs when it is loaded, and a byte of it; what a byte costs
+  // when a query meets it.
+  constexpr double kQuery = 16, kSequence = 100, kScore = 1, kNumber = 3.0 / 16, kRow = 0.5,
+                   kLoaded = 3.0 / 256, kLine = 64, kMet = 1.0 / 256;
   const double scores = count_of_scores(p);
-  const double queries = static_cast<double>(larger(p.queries, 1));
-  const auto bytes = [&](int64_t columns) { return static_cast<double>(columns * size_of(p.dtype)); };
-  const double key = bytes(p.head_dim), value = bytes(p.value_dim);
-  return static_cast<double>(p.batch * p.heads * p.queries) * kQuery +
+  const double queries = static_cast<double>(p.batch * p.heads * p.queries);
+  const double columns = static_cast<double>(p.head_dim + p.value_dim);
+  const double size = static_cast<double>(size_of(p.dtype));
+  const auto of_row = [&](int64_t row_columns) {
+    return kRow + larger(static_cast<double>(row_columns) * size, kLine) * kLoaded;
+  };
+  const double rows_of_keys = scores / static_cast<double>(larger(p.queries, 1));
+  return queries * (kQuery + columns * kNumber) +
          (p.sequences.any() ? static_cast<double>(p.batch) * kSequence : 0.0) +
-         scores * larger(kScore, (key + value) * kMet) +
-         scores / queries * (larger(key, kLine) + larger(value, kLine)) * kLoaded;
+         scores * larger(kScore, columns * size * kMet) +
+         rows_of_keys * (of_row(p.head_dim) + of_row(p.value_dim));
 }
 
 }  // namespace selfattn::ops
