@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .build import library
+from .fake_results import empty_gradients, empty_like, empty_packed, empty_statistic, refuse_meta
 from .reference import accumulation_dtype
 
 __all__ = [
@@ -77,55 +78,6 @@ def _direct(operator: _Operator) -> _Operator:
     return direct
 
 
-def _refuse_meta(*arguments: Any) -> None:
-    """Refuses meta tensors: fake kernels run for them, too, and their results would have no data."""
-    if any(isinstance(argument, Tensor) and argument.device.type == "meta" for argument in arguments):
-        raise RuntimeError(
-            "selfattn_ext does not run on meta tensors; use torch._subclasses.FakeTensorMode for shapes"
-        )
-
-
-def has_rows_outside(layout: Tensor) -> bool:
-    """Tells whether a tensor (B, H, L, E) has its heads within its rows in memory, as results will have."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
-
-    _, heads, rows, _ = layout.shape
-    # Where sizes depend on data, guessing wrong for one head or one row leaves every address the same.
-    several = guard_or_true(heads > 1) and guard_or_true(rows > 1) and guard_or_true(layout.stride(1) != 0)
-    return several and guard_or_false(layout.stride(1) < layout.stride(2))
-
-
-def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
-    """Returns an empty dense (B, H, length, width) with heads and rows in the order of ``layout``."""
-    batch, heads, _, _ = layout.shape
-    if has_rows_outside(layout):
-        return layout.new_empty((batch, length, heads, width)).transpose(1, 2)
-    return layout.new_empty((batch, heads, length, width))
-
-
-def _rows(query: Tensor) -> Tensor:
-    """An empty row statistic; that of packed queries is (1, H, rows), as they are (1, H, rows, E)."""
-    return query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
-
-
-def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], need_mask_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty gradients of a call."""
-
-    def of_optional(name: str, dtype: torch.dtype) -> Tensor:
-        tensor = options.get(name)
-        return query.new_empty(0, dtype=dtype) if tensor is None else tensor.new_empty(tensor.shape)
-
-    statistics = accumulation_dtype(query.dtype)
-    of_query, of_key, of_value = (
-        _empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)
-    )
-    of_mask = of_optional("attn_mask", query.dtype) if need_mask_grad else query.new_empty(0)
-    of_slopes, of_sinks = of_optional("alibi_slopes", statistics), of_optional("sinks", statistics)
-    return of_query, of_key, of_value, of_mask, of_slopes, of_sinks
-
-
 @_operator
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
@@ -136,10 +88,10 @@ def attention_forward(
     out_residual is what rounding out to 16 bits took away; an empty tensor for other dtypes and where it is
     not asked for.
     """
-    _refuse_meta(query, key, value, *options.values())
-    out = _empty_like(query, query.shape[2], value.shape[3])
+    refuse_meta(query, key, value, *options.values())
+    out = empty_like(query, query.shape[2], value.shape[3])
     residual = torch.empty_like(out) if need_residual and query.dtype in SIXTEEN_BITS else query.new_empty(0)
-    return out, _rows(query), _rows(query), residual
+    return out, empty_statistic(query), empty_statistic(query), residual
 
 
 direct_forward = _direct(attention_forward)
@@ -153,7 +105,7 @@ def attention_weights(
     query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any
 ) -> Tensor:
     """The row statistics of a forward -> weights (B,H,L,S)."""
-    _refuse_meta(query, key, row_max, row_sum, *options.values())
+    refuse_meta(query, key, row_max, row_sum, *options.values())
     starts, starts_k, table = (options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
     batch, heads, length, _ = query.shape
     if starts is not None:
@@ -174,7 +126,7 @@ def append_to_cache(
     block_table: Tensor | None = None,
 ) -> None:
     """Writes key and value (B,Hk,L,.) behind the seqlens (B,) rows that the caches hold."""
-    _refuse_meta(key_cache, value_cache, key, value)
+    refuse_meta(key_cache, value_cache, key, value)
 
 
 @_operator
@@ -190,8 +142,12 @@ def attention_with_cache(
     """Appends key and value, then attends to the caches, whose lengths seqlens_k gives as they are then
     -> out, row_max, row_sum.
     """
-    _refuse_meta(query, key_cache, value_cache, key, value, *options.values())
-    return _empty_like(query, query.shape[2], value_cache.shape[3]), _rows(query), _rows(query)
+    refuse_meta(query, key_cache, value_cache, key, value, *options.values())
+    return (
+        empty_like(query, query.shape[2], value_cache.shape[3]),
+        empty_statistic(query),
+        empty_statistic(query),
+    )
 
 
 direct_with_cache = _direct(attention_with_cache)
@@ -214,8 +170,8 @@ def attention_backward(
     """The gradients of query, key, value, attn_mask, alibi_slopes and sinks; an empty tensor stands for a
     gradient that was not asked for. Among the options are out_residual, grad_row and grad_weights.
     """
-    _refuse_meta(grad_out, query, key, value, *options.values())
-    return _gradients(query, key, value, options, need_mask_grad)
+    refuse_meta(grad_out, query, key, value, *options.values())
+    return empty_gradients(query, key, value, options, need_mask_grad)
 
 
 direct_backward = _direct(attention_backward)
@@ -230,11 +186,18 @@ def attention_jvp(
     Among the options are tangent_query, tangent_key, tangent_value, tangent_mask, tangent_slopes and
     tangent_sinks; one that is missing is 0.
     """
-    _refuse_meta(query, key, value, *options.values())
-    out = _empty_like(query, query.shape[2], value.shape[3])
+    refuse_meta(query, key, value, *options.values())
+    out = empty_like(query, query.shape[2], value.shape[3])
     rounds = need_residual and query.dtype in SIXTEEN_BITS
     residual = torch.empty_like(out) if rounds else query.new_empty(0)
-    return out, _rows(query), _rows(query), residual, torch.empty_like(out), _rows(query)
+    return (
+        out,
+        empty_statistic(query),
+        empty_statistic(query),
+        residual,
+        torch.empty_like(out),
+        empty_statistic(query),
+    )
 
 
 @_operator
@@ -257,9 +220,9 @@ def attention_backward_backward(
     The gradients are those of ``(grad_out * tangent_out).sum() - (grad_row * tangent_lse).sum()``; Note
     [Second derivatives] in csrc/core/tangents.h says what they are good for.
     """
-    _refuse_meta(grad_out, query, key, value, *options.values())
-    tangent_out = _empty_like(query, query.shape[2], value.shape[3])
-    return (*_gradients(query, key, value, options, need_mask_grad), tangent_out, _rows(query))
+    refuse_meta(grad_out, query, key, value, *options.values())
+    tangent_out = empty_like(query, query.shape[2], value.shape[3])
+    return (*empty_gradients(query, key, value, options, need_mask_grad), tangent_out, empty_statistic(query))
 
 
 @_operator
@@ -283,7 +246,7 @@ def attention_captured_gradients(
     of 1, 2 and 4 where scores of different batch elements, heads and queries read different elements of each
     of these tensors. Among the options are out_residual, grad_row and grad_weights.
     """
-    _refuse_meta(grad_out, query, key, value, *options.values())
+    refuse_meta(grad_out, query, key, value, *options.values())
     return query.new_empty(sum(captured_sizes), dtype=torch.float64)
 
 
@@ -308,8 +271,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """out alone, with the default scale for None. The first dimensions of attn_mask may be missing."""
-    _refuse_meta(query, key, value, attn_mask)
-    return _empty_like(query, query.shape[2], value.shape[3])
+    refuse_meta(query, key, value, attn_mask)
+    return empty_like(query, query.shape[2], value.shape[3])
 
 
 basic_attention, causal_attention, masked_attention = _basic_operators(_attention)
@@ -328,8 +291,8 @@ def _attention_forward(
 
     The arguments are those of :func:`basic_attention`.
     """
-    _refuse_meta(query, key, value, attn_mask)
-    out = _empty_like(query, query.shape[2], value.shape[3])
+    refuse_meta(query, key, value, attn_mask)
+    out = empty_like(query, query.shape[2], value.shape[3])
     statistics = query.new_empty((2, *query.shape[:3]), dtype=accumulation_dtype(query.dtype))
     return out, statistics, torch.empty_like(out) if query.dtype in SIXTEEN_BITS else None
 
@@ -352,9 +315,9 @@ def _attention_backward(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    _refuse_meta(grad_out, query, key, value, attn_mask)
+    refuse_meta(grad_out, query, key, value, attn_mask)
     of_query, of_key, of_value = (
-        _empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)
+        empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)
     )
     return of_query, of_key, of_value
 
@@ -362,12 +325,6 @@ def _attention_backward(
 basic_attention_backward, causal_attention_backward, masked_attention_backward = _basic_operators(
     _attention_backward
 )
-
-
-def _empty_rows(layout: Tensor, width: int) -> Tensor:
-    """Returns empty packed rows (rows, H, width) with heads and rows in the order of ``layout``."""
-    heads_first = layout.transpose(0, 1).unsqueeze(0)
-    return _empty_like(heads_first, layout.shape[0], width).squeeze(0).transpose(0, 1)
 
 
 @_direct
@@ -385,8 +342,8 @@ def packed_attention(
     enable_gqa: bool,
 ) -> Tensor:
     """query (rows,H,E), key and value (rows,Hk,E|Ev), offsets (B+1,) on the CPU -> out (rows,H,Ev)."""
-    _refuse_meta(query, key, value)
-    return _empty_rows(query, value.shape[2])
+    refuse_meta(query, key, value)
+    return empty_packed(query, value.shape[2])
 
 
 @_direct
@@ -395,9 +352,9 @@ def packed_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """out, statistics (2,1,H,rows), out_residual or None, and a copy of both offsets (2,B+1) in int64."""
-    _refuse_meta(query, key, value)
-    out = _empty_rows(query, value.shape[2])
-    residual = _empty_rows(query, value.shape[2]) if query.dtype in SIXTEEN_BITS else None
+    refuse_meta(query, key, value)
+    out = empty_packed(query, value.shape[2])
+    residual = empty_packed(query, value.shape[2]) if query.dtype in SIXTEEN_BITS else None
     rows, heads, _ = query.shape
     statistics = query.new_empty((2, 1, heads, rows), dtype=accumulation_dtype(query.dtype))
     return out, statistics, residual, cu_seqlens_q.new_empty((2, cu_seqlens_q.shape[0]), dtype=torch.int64)
@@ -409,15 +366,15 @@ def packed_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    _refuse_meta(grad_out, query, key, value)
-    of_query, of_key, of_value = (_empty_rows(tensor, tensor.shape[2]) for tensor in (query, key, value))
+    refuse_meta(grad_out, query, key, value)
+    of_query, of_key, of_value = (empty_packed(tensor, tensor.shape[2]) for tensor in (query, key, value))
     return of_query, of_key, of_value
 
 
 @_operator
 def attention_scores(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
     """scale * query @ key^T (B,H,L,S)."""
-    _refuse_meta(query, key)
+    refuse_meta(query, key)
     return query.new_empty((*query.shape[:3], key.shape[2]))
 
 
@@ -426,8 +383,8 @@ def attention_scores_backward(
     grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel_name: str = ""
 ) -> tuple[Tensor, Tensor]:
     """The gradients of query and key."""
-    _refuse_meta(grad_scores, query, key)
-    return _empty_like(query, query.shape[2], query.shape[3]), _empty_like(key, key.shape[2], key.shape[3])
+    refuse_meta(grad_scores, query, key)
+    return empty_like(query, query.shape[2], query.shape[3]), empty_like(key, key.shape[2], key.shape[3])
 
 
 @_operator
@@ -441,7 +398,7 @@ def masked_softmax(
     kernel_name: str = "",
 ) -> Tensor:
     """softmax(scale * scores + mask) (B,H,L,S)."""
-    _refuse_meta(scores, mask)
+    refuse_meta(scores, mask)
     return scores.new_empty(scores.shape)
 
 
@@ -450,5 +407,5 @@ def masked_softmax_backward(
     grad_weights: Tensor, weights: Tensor, scale: float, *, kernel_name: str = ""
 ) -> Tensor:
     """scale * weights * (grad_weights - rowsum(weights * grad_weights))."""
-    _refuse_meta(grad_weights, weights)
+    refuse_meta(grad_weights, weights)
     return weights.new_empty(weights.shape)

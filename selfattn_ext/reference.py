@@ -21,16 +21,24 @@ The formula, after Vaswani et al. (2017), with every option of the package in it
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .capture import is_capturing
 from .dropout_pattern import dropout_keep, philox4x32
+from .formula_steps import (
+    all_finite,
+    both,
+    dot_visible,
+    dropout,
+    mix_visible,
+    product,
+    repeat_heads,
+    softmax_with_lse,
+    split_mask,
+)
 from .masks import alibi_bias, visible_pairs
 
 __all__ = [
@@ -167,8 +175,8 @@ def attention(
 
     dtype = compute_dtype or accumulation_dtype(query.dtype)
     q = query.to(dtype)
-    k = _repeat_heads(key.to(dtype), query.size(-3))
-    v = _repeat_heads(value.to(dtype), query.size(-3))
+    k = repeat_heads(key.to(dtype), query.size(-3))
+    v = repeat_heads(value.to(dtype), query.size(-3))
     length, keys = q.size(-2), k.size(-2)
 
     # If there is no memory for the matrices of this formula, this fails before anything is computed.
@@ -181,12 +189,12 @@ def attention(
         query_offset=query_offset,
         device=q.device,
     )
-    shown, bias = _split_mask(attn_mask, dtype)
-    seen = _both(_both(seen, shown), visible)
+    shown, bias = split_mask(attn_mask, dtype)
+    seen = both(both(seen, shown), visible)
     # If an input is not finite, 0 * NaN can arise, so the products must leave out hidden pairs one by one.
-    apart = None if seen is None or _all_finite(q, k, v) else seen
+    apart = None if seen is None or all_finite(q, k, v) else seen
 
-    scores = (_product(q, k.mT) if apart is None else _dot_visible(q, k, apart)) * (
+    scores = (product(q, k.mT) if apart is None else dot_visible(q, k, apart)) * (
         default_scale(q.size(-1)) if scale is None else scale
     )
     if softcap := usable_softcap(softcap, dtype):
@@ -200,11 +208,11 @@ def attention(
     if seen is not None:
         scores = torch.where(seen, scores, -torch.inf)
 
-    weights, lse = _softmax_with_lse(scores, None if sinks is None else sinks.to(dtype))
+    weights, lse = softmax_with_lse(scores, None if sinks is None else sinks.to(dtype))
     if dropout_p:
         assert dropout_seed is not None, "dropout_p > 0 needs a dropout_seed"
-        weights = _dropout(weights, dropout_p, dropout_seed, first_batch)
-    out = _product(weights, v) if apart is None else _mix_visible(weights, v, apart)
+        weights = dropout(weights, dropout_p, dropout_seed, first_batch)
+    out = product(weights, v) if apart is None else mix_visible(weights, v, apart)
     return AttentionResult(out.to(query.dtype), weights.to(query.dtype), lse)
 
 
@@ -328,9 +336,9 @@ def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> 
                  [1., 1., 1.]]])
     """
     dtype = accumulation_dtype(query.dtype)
-    k = key.to(dtype) if query.dim() == 2 else _repeat_heads(key.to(dtype), query.size(-3))
+    k = key.to(dtype) if query.dim() == 2 else repeat_heads(key.to(dtype), query.size(-3))
     factor = default_scale(query.size(-1)) if scale is None else scale
-    return (factor * _product(query.to(dtype), k.mT)).to(query.dtype)
+    return (factor * product(query.to(dtype), k.mT)).to(query.dtype)
 
 
 def masked_softmax(
@@ -367,101 +375,12 @@ def masked_softmax(
     seen = visible_pairs(
         scores.size(-2), scores.size(-1), is_causal=is_causal, query_offset=query_offset, device=scores.device
     )
-    shown, bias = _split_mask(mask, dtype)
-    seen = _both(seen, shown)
+    shown, bias = split_mask(mask, dtype)
+    seen = both(seen, shown)
     logits = scores.to(dtype) * scale
     if bias is not None:
         logits = logits + bias
     if seen is not None:
         logits = torch.where(seen, logits, -torch.inf)
-    weights, _ = _softmax_with_lse(logits, None)
+    weights, _ = softmax_with_lse(logits, None)
     return weights.to(scores.dtype)
-
-
-def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Repeats each kv head for its group of query heads, as torch's enable_gqa does."""
-    if tensor.size(-3) in (1, heads):
-        return tensor
-    return tensor.repeat_interleave(heads // tensor.size(-3), dim=-3)
-
-
-def _split_mask(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Splits a mask into (visible pairs, bias); the bias is 0 for hidden pairs."""
-    if mask is None:
-        return None, None
-    if mask.dtype == torch.bool:
-        return mask, None
-    bias = mask.to(dtype)
-    shown = bias != -torch.inf
-    return shown, torch.where(shown, bias, 0.0)
-
-
-def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first & second
-
-
-def _all_finite(*tensors: Tensor) -> bool:
-    """Tells whether every element is finite, from the stored data if torch.func has wrapped the tensors.
-
-    While a CUDA graph records, or torch traces, this cannot be known, and the answer must be no.
-    """
-    if torch.onnx.is_in_onnx_export():
-        return True  # Note [ONNX] in autograd/onnx_graphs.py
-    if torch._guards.detect_fake_mode(tensors) is not None or get_proxy_mode() is not None:
-        return False
-    for tensor in tensors:
-        if is_capturing(tensor):
-            return False
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-        if not bool(torch.isfinite(tensor.detach()).all()):
-            return False
-    return True
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` in their own dtype, under autocast too."""
-    with torch.autocast(left.device.type, enabled=False):
-        return left @ right
-
-
-def _dot_visible(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """``q @ k^T`` in which a hidden pair contributes nothing, forward or backward, even if it is NaN."""
-    pairs = seen.unsqueeze(-1)
-    return (torch.where(pairs, q.unsqueeze(-2), 0.0) * torch.where(pairs, k.unsqueeze(-3), 0.0)).sum(-1)
-
-
-def _mix_visible(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """``weights @ v`` in which a hidden pair contributes nothing, forward or backward, even if it is NaN."""
-    return (weights.unsqueeze(-1) * torch.where(seen.unsqueeze(-1), v.unsqueeze(-3), 0.0)).sum(-2)
-
-
-def _softmax_with_lse(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax of (..., H, L, S) and its log-sum-exp (..., H, L); rows of -inf give weights 0 and lse -inf.
-
-    The weights are normalised by the row sum: exp(s - lse) would lose log(n) where |max| is large.
-    """
-    # Results do not depend on the maximum, so derivatives of any order may treat it as a constant.
-    fixed = scores.detach()
-    top = fixed.amax(-1) if scores.size(-1) else fixed.sum(-1) - torch.inf
-    if sinks is not None:
-        top = torch.maximum(top, sinks.detach().unsqueeze(-1))
-    top = torch.where(top == -torch.inf, 0.0, top)
-    exponentials = torch.exp(scores - top.unsqueeze(-1))
-    total = exponentials.sum(-1)
-    if sinks is not None:
-        total = total + torch.exp(sinks.unsqueeze(-1) - top)
-    empty = total == 0
-    divisor = torch.where(empty, 1.0, total)
-    return exponentials / divisor.unsqueeze(-1), torch.where(empty, -torch.inf, top + torch.log(divisor))
-
-
-def _dropout(weights: Tensor, p: float, seed: Tensor, first_batch: int) -> Tensor:
-    """Weights (..., H, L, S) with the package's dropout pattern applied and the survivors scaled by 1 / (1 -
-    p).
-    """
-    heads, length, keys = weights.shape[-3:]
-    keep = dropout_keep(seed, p, (math.prod(weights.shape[:-3]), heads, length, keys), first_batch)
-    return torch.where(keep.reshape(weights.shape), weights * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)

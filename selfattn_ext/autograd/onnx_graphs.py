@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..arguments import Keywords, OptionalTensor, Tensors
+from ..fake_results import has_rows_outside
 from ..masks import alibi_bias, visible_pairs
 from ..reference import AttentionResult
 
@@ -141,7 +142,7 @@ def _by_operator(tensors: Tensors, scale: float, rules: _Rules) -> Tensor:
 
 def _in_order(out: Tensor, query: Tensor) -> Tensor:
     """The result in memory as the kernels make it, which views that were traced before rely on."""
-    if ops.has_rows_outside(query):
+    if has_rows_outside(query):
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.contiguous()
 

@@ -8,9 +8,7 @@ Note [Functions in graphs]
     which autograd, AOTAutograd and inductor know how to take. So a compiled training step holds the
     forward kernel and the backward kernel, and nothing of Python.
 
-    Inside a graph of a function, operations on captured tensors alone are computed for the whole tensors,
-    once, where the compiler sees them and has their gradients. The rest is recorded, with tensors of the
-    same form in the place of those that it reads, since a compiler's stand-ins have no numbers.
+    functions_of_graphs.py says what becomes of the graph of a function.
 
     An exported program is to be trained later, saved, and run by other processes. So its graph keeps the call
     as one operator with gradients (Note [Gradients in graphs] in autograd/graph_operators.py), and that has
@@ -27,32 +25,26 @@ Note [Compiled results on disk]
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
-from torch.overrides import _pop_mode_temporarily
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.fx import GraphModule
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
 from ..autograd import onnx_graphs
 from ..autograd.graph_operators import arguments_of, composed
 from ..build import sources
-from ..reference import accumulation_dtype
 from . import block_masks, compiler, formula, kernel_calls, written
 from .flex_call import Call, Functions
+from .functions_of_graphs import GraphFunction, GraphFunctions, recorded
 from .nodes import UnsupportedFunctionError
-from .recorder import tensors_in
-from .tracing import Traced, trace
 
 __all__ = ["CacheOperator", "outside_of_graphs", "traced_results"]
 
@@ -179,8 +171,8 @@ class _Attention(torch._ops.HigherOrderOperator):
     ) -> tuple[Tensor, ...]:
         *lists, rows, columns, mask_mod = block_mask
         tensors = Tensors(query, key, value, *call["others"])
-        functions = _Functions(
-            _Function(score_mod, of_score, _OF_SCORE), _Function(mask_mod, of_mask, _OF_MASK)
+        functions = GraphFunctions(
+            GraphFunction(score_mod, of_score, _OF_SCORE), GraphFunction(mask_mod, of_mask, _OF_MASK)
         )
         blocks = _Blocks(None if lists[0] is None else _Lists(*lists), (rows, columns))
         results = _computed(tensors, scale, call, functions, blocks)
@@ -188,54 +180,6 @@ class _Attention(torch._ops.HigherOrderOperator):
 
 
 _operator: Any = _Attention()  # Any, as Dynamo lets it be called with functions
-
-
-class _Function:
-    """The graph of a function, split into steps on captured tensors alone and the rest."""
-
-    def __init__(self, module: GraphModule, captured: Sequence[Any], inputs: int):
-        self.module = module
-        self.captured = tuple(captured)
-        self._placeholders = module.graph.find_nodes(op="placeholder")
-        #: The results that are known before there is a score.
-        self._known: dict[Node, Any] = {}
-        for node, given in zip(self._placeholders[inputs:], captured, strict=True):
-            self._known[node] = _as_tensor(given)
-        interpreter = Interpreter(module)
-        interpreter.env = self._known
-        for node in module.graph.nodes:
-            is_step = node.op not in ("placeholder", "output")
-            if is_step and all(each in self._known for each in node.all_input_nodes):
-                self._known[node] = interpreter.run_node(node)
-        self._used = {node for node in self._known if any(user not in self._known for user in node.users)}
-
-    def of(self, replace: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-        """The function of a score, or of indices, with other tensors in place of those that it reads."""
-        known = {node: pytree.tree_map_only(Tensor, replace, self._known[node]) for node in self._used}
-
-        def function(*inputs: Tensor) -> Tensor:
-            given = dict(zip(self._placeholders, inputs, strict=False))
-            unused = dict.fromkeys(self._known)
-            interpreter = Interpreter(self.module, garbage_collect_values=False)
-            interpreter.extra_traceback = False
-            result: Tensor = interpreter.run(initial_env={**unused, **known, **given})
-            return result
-
-        return function
-
-
-class _Functions(NamedTuple):
-    score: _Function
-    mask: _Function
-
-
-def _as_tensor(given: Any) -> Any:
-    """A number that changes from call to call, as a tensor: so functions may capture it."""
-    if isinstance(given, torch.SymInt):
-        return torch.scalar_tensor(given, dtype=torch.int64)  # type: ignore[arg-type]
-    if isinstance(given, torch.SymFloat):
-        return torch.scalar_tensor(given, dtype=torch.float32)  # type: ignore[arg-type]
-    return given
 
 
 class _Lists(NamedTuple):
@@ -253,13 +197,13 @@ class _Blocks(NamedTuple):
 
 
 def _computed(
-    tensors: Tensors, scale: float, given: dict[str, Any], functions: _Functions, blocks: _Blocks
+    tensors: Tensors, scale: float, given: dict[str, Any], functions: GraphFunctions, blocks: _Blocks
 ) -> tuple[Any, ...]:
     keywords, on_cache = dict(given["keywords"]), given["cache_operator"]
     block_map, size = (None, None) if blocks.lists is None else (_block_map(*blocks.lists), blocks.size)
     try:
         sizes = kernel_calls.sizes_of(*tensors[:2], keywords)
-        traced, captured = _recorded(tensors, functions, sizes, on_cache is not None)
+        traced, captured = recorded(tensors, functions, sizes, on_cache is not None)
         keywords |= kernel_calls.loaded(traced)
         text = written.write(traced) if torch.compiler.is_exporting() else None
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
@@ -327,7 +271,7 @@ _attention_operator = composed(
 )
 
 
-def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Blocks) -> tuple[Any, ...]:
+def _torchs(tensors: Tensors, scale: float, functions: GraphFunctions, blocks: _Blocks) -> tuple[Any, ...]:
     """The call by torch's operator, which takes any function; inductor refuses its gradients on the CPU."""
     from torch.nn.attention import flex_attention as torchs
 
@@ -344,66 +288,6 @@ def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Bloc
     )  # fmt: skip
     # torch's operator counts in powers of two.
     return out, None, lse * math.log(2.0), largest * math.log(2.0)
-
-
-def _recorded(
-    tensors: Tensors, functions: _Functions, sizes: Sequence[int | torch.SymInt], on_cache: bool
-) -> tuple[Traced, list[Tensor]]:
-    """The recorded functions, and the captured tensors in the operators' order."""
-    of_stand_in: dict[int, Tensor] = {}
-    # An exported program may be trained later, whatever requires a gradient now.
-    exporting = torch.compiler.is_exporting() and not on_cache
-    requires_grad = exporting or any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        made = _stand_in(tensor)
-        made.requires_grad_(tensor.is_floating_point() if exporting else tensor.requires_grad)
-        of_stand_in[id(made)] = tensor
-        return made
-
-    with _no_modes(), torch.set_grad_enabled(exporting or torch.is_grad_enabled()):
-        score_mod, mask_mod = (function.of(stand_in) for function in functions)
-        dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
-        with _Unread(of_stand_in):
-            traced = trace(score_mod, mask_mod, dtype, device, requires_grad, sizes)
-    return traced, [of_stand_in.get(id(tensor), tensor) for tensor in traced.tensors]
-
-
-@contextlib.contextmanager
-def _no_modes() -> Iterator[None]:
-    """A block whose operations a compiler does not trace."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
-        yield
-
-
-class _Unread(TorchDispatchMode):
-    """Refuses to compute with stand-ins, in the middle of one of torch's functions, for example."""
-
-    def __init__(self, stand_ins: Container[int]) -> None:
-        super().__init__()
-        self.stand_ins = stand_ins
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(id(tensor) in self.stand_ins for tensor in tensors_in(args)):
-            raise UnsupportedFunctionError(f"it uses {func} on a captured tensor, together with an index")
-        return func(*args, **(kwargs or {}))
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    """A tensor of the same form, whose numbers are not read; one without dimensions may be divided by."""
-    sizes, strides = ([_hint(number) for number in each] for each in (tensor.shape, tensor.stride()))
-    made = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
-    return made if sizes else made.fill_(1)
-
-
-def _hint(number: int | torch.SymInt) -> int:
-    """A number that a symbol may stand for; functions are compiled for any number."""
-    if isinstance(number, int):
-        return number
-    return int(number.node.hint) if number.node.has_hint() else 2
 
 
 def _block_map_of_lists(*lists: Any) -> Tensor:
