@@ -1,8 +1,8 @@
 """Records the functions that Dynamo has written as graphs.
 
-Operations on captured tensors alone are computed for the whole tensors, once, where the compiler sees them and
-has their gradients. The rest is recorded, with tensors of the same form in the place of those that it reads,
-since a compiler's stand-ins have no numbers.
+Operations on captured tensors alone are computed for the whole tensors, once, where the compiler sees them
+and has their gradients. The rest is recorded, with tensors of the same form in the place of those that it
+reads, since a compiler's stand-ins have no numbers.
 """
 
 from __future__ import annotations
