@@ -9,6 +9,9 @@
 #   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
 #   make ptx-test       the tests of the CUDA half as on a GPU, in a program that executes the kernels' PTX; make
 #                       ptx-quick runs a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
+#   make arm64-check    cross-compile for arm64 Linux, and run the C++ unit tests and "check" in an emulator; needs Debian's
+#                       g++-aarch64-linux-gnu, qemu-user-static and debootstrap. make arm64-test runs a sample of the Python
+#                       tests there, make arm64-model estimates its inner loops, make macos-check compiles for macOS
 #   make docs           the documentation as a site: build/docs/html/index.html; make docs-test opens it in a browser
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
 #   make wheels         one for each Python from 3.10 to 3.14 and 3.14t that is found; PYTHONS="python3.12 ..." names them
@@ -48,7 +51,7 @@ SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not
 CPP_FILES = $(shell find csrc tests simulators -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help build demo quick test test-clients cpp-test lint format docs docs-test cuda-check \
-	ptx-test ptx-quick wheel wheels sdist clean build/wheel
+	arm64-check arm64-test macos-check ptx-test ptx-quick wheel wheels sdist clean build/wheel
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -186,14 +189,33 @@ ptx-test: $(PTX_ENV)/bin/pytest
 ptx-quick: $(PTX_ENV)/bin/pytest
 	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" simulators/ptx_machine/run.py --quick $(ARGS)
 
+ARM64 = PATH="$(abspath $(BIN)):$$PATH" "$(BIN)/python" scripts/arm64/run.py
+arm64-check: $(STAMPS)/cpp-tools
+	$(ARM64) build
+	$(ARM64) cpp $(ARGS)
+	$(ARM64) check
+	$(ARM64) --cpu max check
+
+arm64-test: $(STAMPS)/cpp-tools
+	$(ARM64) build
+	$(ARM64) --cpu max test $(ARGS)
+
+macos-check: $(STAMPS)/built
+	"$(BIN)/python" -m pip install --quiet ziglang==0.17.1
+	"$(BIN)/python" scripts/macos_check.py
+
 $(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[wheel]'
 	@touch $@
 
 # A manylinux wheel is for this Python and every supported torch. It uses the libraries of torch and of CUDA that torch
 # has loaded by then, and holds no copies; kernels run on torch's own threads, so there is no OpenMP in it.
+ifeq ($(shell uname -s),Darwin)
+REPAIR = PATH="$(abspath $(BIN)):$$PATH" delocate-wheel --exclude libtorch --exclude libc10 --wheel-dir dist build/wheel/*.whl
+else
 REPAIR = PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	--exclude 'libcudart.so*' --wheel-dir dist build/wheel/*.whl
+endif
 build/wheel: $(STAMPS)/wheel-tools
 	rm -rf build/wheel
 	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .

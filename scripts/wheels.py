@@ -131,8 +131,10 @@ def add(folder: Path, others: Sequence[Interpreter]) -> None:
             repack(base, Path(made, PACKAGE, f"_C{other.suffix}"), other)
 
 
-def repack(base: Path, library: Path, other: Interpreter) -> None:
-    """Writes a wheel beside another, with that library in the place of its own, and other tags."""
+def repack(base: Path, library: Path, other: Interpreter, platform: str | None = None) -> None:
+    """Writes a wheel beside another, with that library in the place of its own, and other tags. ``platform`` is
+    as the names of wheels have it; None is that of the other wheel.
+    """
     wheel = [sys.executable, "-m", "wheel"]
     with tempfile.TemporaryDirectory() as unpacked:
         subprocess.run([*wheel, "unpack", "--dest", unpacked, base], check=True, stdout=subprocess.DEVNULL)
@@ -141,7 +143,8 @@ def repack(base: Path, library: Path, other: Interpreter) -> None:
             own.unlink()
         shutil.copy(library, content / PACKAGE)
         (tags,) = content.glob("*.dist-info/WHEEL")
-        text = re.sub(r"(?m)^Tag: \w+-\w+-", f"Tag: {other.python}-{other.abi}-", tags.read_text())
+        tag = f"Tag: {other.python}-{other.abi}-" + (platform or r"\1")
+        text = re.sub(r"(?m)^Tag: \w+-\w+-(\w+)", tag, tags.read_text())
         tags.write_text(text)
         subprocess.run(
             [*wheel, "pack", "--dest-dir", base.parent, content], check=True, stdout=subprocess.DEVNULL

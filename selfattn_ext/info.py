@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -76,13 +78,23 @@ def cuda_devices() -> list[str]:
 
 
 def cpu_name() -> str:
-    """Returns the processor's name as the operating system gives it, or the architecture if it gives none."""
-    try:
+    """Returns the processor's name as the operating system gives it, or the architecture if it gives none.
+
+    Linux on arm64 has numbers instead of a name: those of who designed the core, and of the core.
+    """
+    told: dict[str, str] = {}
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+            key, _, said = line.partition(":")
+            told.setdefault(key.strip(), said.strip())
+    if "model name" in told:
+        return told["model name"]
+    if "CPU part" in told:
+        return f"{platform.machine()}, implementer {told.get('CPU implementer')}, part {told['CPU part']}"
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     return platform.processor() or platform.machine()
 
 

@@ -1,4 +1,4 @@
-// Detects the features, by CPUID on x86-64.
+// Detects the features: by CPUID on x86-64, by what Linux and macOS tell on arm64.
 #include "cpu_features.h"
 
 #include <cstdint>
@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace selfattn::cpu {
@@ -80,16 +84,38 @@ CpuFeatures detect() {
   return f;
 }
 
+#elif defined(__aarch64__)
+
+#if defined(__APPLE__)
+bool told(const char* name) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+#endif
+
+CpuFeatures detect() {
+  CpuFeatures f{};
+  f.architecture = "arm64";
+  f.neon = true;  // part of the base architecture
+#if defined(__linux__)
+  // The numbers are Linux's; headers older than a feature lack its name.
+  constexpr unsigned long kHalves = 1ul << 10, kSve = 1ul << 22, kBFloat16 = 1ul << 14;
+  f.neon_fp16 = (getauxval(AT_HWCAP) & kHalves) != 0;
+  f.sve = (getauxval(AT_HWCAP) & kSve) != 0;
+  f.neon_bf16 = (getauxval(AT_HWCAP2) & kBFloat16) != 0;
+#elif defined(__APPLE__)
+  f.neon_fp16 = told("hw.optional.arm.FEAT_FP16");
+  f.neon_bf16 = told("hw.optional.arm.FEAT_BF16");
+#endif
+  return f;
+}
+
 #else
 
 CpuFeatures detect() {
   CpuFeatures f{};
-#if defined(__aarch64__)
-  f.architecture = "arm64";
-  f.neon = true;  // part of the base architecture
-#else
   f.architecture = "other";
-#endif
   return f;
 }
 
@@ -102,7 +128,7 @@ const CpuFeatures& cpu_features() {
   return features;
 }
 
-int cpu_feature_count() { return 13; }
+int cpu_feature_count() { return 16; }
 
 CpuFeature cpu_feature(int index) {
   const CpuFeatures& f = cpu_features();
@@ -120,8 +146,11 @@ CpuFeature cpu_feature(int index) {
       {"amx_tile", f.amx_tile},
       {"amx_bf16", f.amx_bf16},
       {"neon", f.neon},
+      {"neon_fp16", f.neon_fp16},
+      {"neon_bf16", f.neon_bf16},
+      {"sve", f.sve},
   };
-  static_assert(sizeof(features) / sizeof(features[0]) == 13);
+  static_assert(sizeof(features) / sizeof(features[0]) == 16);
   return features[index];
 }
 

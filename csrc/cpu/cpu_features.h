@@ -11,7 +11,7 @@ struct CpuFeatures {
   bool avx512_vbmi, avx512_bf16, avx512_fp16;
   bool amx_tile, amx_bf16;
   bool amx_bf16_unsaved;  // the processor has AMX-BF16, but the operating system does not save its registers
-  bool neon;
+  bool neon, neon_fp16, neon_bf16, sve;  // those after the first are for people; no kernel asks for them
 };
 
 // A vector feature counts only if the operating system saves its registers.

@@ -19,6 +19,8 @@ extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;
 extern const Kernel kFusedAvx512;
 extern const Kernel kFusedAvx2;
+#elif defined(__aarch64__) && !defined(SELFATTN_CUDA_ON_HOST)
+extern const Kernel kFusedNeon;
 #endif
 extern const Kernel kFusedScalar;
 #if defined(SELFATTN_CUDA_ON_HOST)
@@ -32,6 +34,8 @@ namespace {
 const Kernel* const kKernels[] = {
 #if defined(__x86_64__) && !defined(SELFATTN_CUDA_ON_HOST)
     &kFusedAmx,    &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
+#elif defined(__aarch64__) && !defined(SELFATTN_CUDA_ON_HOST)
+    &kFusedNeon,
 #endif
     &kFusedScalar, &kLoops,
 #if defined(SELFATTN_CUDA_ON_HOST)

@@ -10,7 +10,11 @@
 
 namespace selfattn::cpu {
 
+#if defined(__APPLE__) && defined(__aarch64__)
+constexpr size_t kCacheLine = 128;
+#else
 constexpr size_t kCacheLine = 64;
+#endif
 
 // The framework's thread pool behind a function pointer, so that nothing here depends on the framework. run()
 // calls body(context) `workers` times, concurrently if there are threads, and returns when all have returned.

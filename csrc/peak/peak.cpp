@@ -19,6 +19,8 @@ extern const PeakLoops kPeakAmx;
 extern const PeakLoops kPeakAvx512Bf16;
 extern const PeakLoops kPeakAvx512;
 extern const PeakLoops kPeakAvx2;
+#elif defined(__aarch64__)
+extern const PeakLoops kPeakNeon;
 #endif
 extern const PeakLoops kPeakScalar;
 
@@ -38,6 +40,8 @@ std::vector<Entry> all_loops() {
       {&kPeakAvx512Bf16, f.avx512_bf16},
       {&kPeakAvx512, f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl},
       {&kPeakAvx2, f.avx2 && f.fma},
+#elif defined(__aarch64__)
+      {&kPeakNeon, f.neon},
 #endif
       {&kPeakScalar, true},
   };

@@ -25,9 +25,8 @@ struct PeakLoops {
 constexpr int64_t kBlockFloats = 128;
 
 // Returns the GFLOP/s of multiply-adds on all threads of the pool at once, the best of the runs in `seconds`.
-// `isa` is
-// one of "avx512", "avx2", "scalar" (float32), "avx512_bf16", "amx" (bfloat16 into float32). Throws
-// std::invalid_argument for a name that is unknown or that this machine lacks.
+// `isa` is one of "avx512", "avx2", "neon", "scalar" (float32), "avx512_bf16", "amx" (bfloat16 into float32).
+// Throws std::invalid_argument for a name that is unknown or that this machine lacks.
 double multiply_add_gflops(const std::string& isa, double seconds, const ThreadPool& pool);
 
 // Memory to be read as fast as possible. A size that fits into a cache measures the cache.

@@ -1,20 +1,12 @@
-// The loops of peak.h for the compiler's own 128-bit vectors: SSE2, NEON.
-#include "../cpu/isa/simd_common.h"
+// The loops of peak.h for the compiler's own 128-bit vectors.
 #include "peak.h"
 
 #define SELFATTN_ISA scalar
-#if !defined(__clang__)
-#pragma GCC push_options
-#pragma GCC optimize("O3")
-#endif
 
+#include "../cpu/isa/begin_baseline.h"
 #include "../cpu/isa/simd_scalar.h"
-
 #include "peak_loops.h"
-
-#if !defined(__clang__)
-#pragma GCC pop_options
-#endif
+#include "../cpu/isa/end_target.h"
 
 namespace selfattn::cpu {
 extern const PeakLoops kPeakScalar;

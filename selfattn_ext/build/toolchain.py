@@ -45,6 +45,11 @@ def compiler_problem() -> str | None:
         return f"{need}, and CXX={os.environ['CXX']} is not a program that can be run."
     if command is None:
         return f"{need}, and none of c++, g++, clang++ is on PATH: {install}"
+    if len(command) > 1:
+        return (
+            f"{need} that is one program, and CXX={os.environ['CXX']} is several words, which torch takes for the name "
+            'of one: write a script of one line (exec ccache g++ "$@"), and set CXX to its path.'
+        )
     if not _compiles(command, _PROBE):
         return f"{need}, and {shlex.join(command)} compiles no C++17 program: {install}"
     include = sysconfig.get_path("include")
@@ -79,10 +84,9 @@ def environment() -> Iterator[None]:
     saved = {name: os.environ.get(name) for name in ("CXX", "NVCC_CCBIN", "PATH")}
     command, folder = compiler(), ninja_folder()
     if command is not None:
-        os.environ["CXX"] = shlex.join(command)
-        if len(command) == 1:
-            # Otherwise nvcc would take gcc, which may be of a version that it does not accept.
-            os.environ.setdefault("NVCC_CCBIN", command[0])
+        os.environ["CXX"] = command[0]
+        # Otherwise nvcc would take gcc, which may be of a version that it does not accept.
+        os.environ.setdefault("NVCC_CCBIN", command[0])
     if folder is not None:
         os.environ["PATH"] = os.pathsep.join([saved["PATH"] or os.defpath, folder])
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import turns
 
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, inputs
@@ -51,7 +52,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", turns.chosen(list(PEERS)))
 def test_a_peer_computes_the_same_or_refuses(name: str, peers: dict[str, Any], one_thread: None) -> None:
     wanted, expected = PEERS[name]
     computed, refused = 0, []

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from selfattn_ext.integrations import transformers as integration
 
 #: The number of turns of .ci/run that together judge all architectures.
-TURNS = 3
+TURNS = 5
 ARCHITECTURES = [
     pytest.param(name, marks=turns.only_in(number % TURNS, TURNS))
     for number, name in enumerate(zoo_models.architectures())

@@ -107,8 +107,9 @@ def judges(cases: str, kernel: str) -> bool:
 FEW = ("--few", "--most", "7")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", turns.chosen(list(KERNELS)))
 def test_cases_are_accurate_and_have_no_races(kernel: str) -> None:
+    """One kernel a turn: where turns are taken, the tests below look for races and errors of every kernel."""
     run = environment(kernel, few=True, PTX_RACES="1")
     assert len(lines(kernel, run, *share_of(kernel, 0), *FEW, "--schedules", MAIN)) > 25
 

@@ -172,7 +172,8 @@ PROVOKED: dict[str, Callable[[Here], str]] = {
     "pip install torch, then": without_torch,
     "and this is 2.10.1": lambda here: loading(here, "build.library.torch.__version__", "2.10.1"),
     "is on PATH: install one": lambda here: with_compiler(here, PATH=str(here.folder)),
-    "CXX=…": lambda here: with_compiler(here, CXX="/nowhere/g++"),
+    "is not a program that can be run": lambda here: with_compiler(here, CXX="/nowhere/g++"),
+    "that is one program": lambda here: with_compiler(here, CXX="env c++"),
     "compiles no C++17 program": lambda here: with_compiler(here, lambda command, text, *flags: False),
     "Python.h": lambda here: with_compiler(here, lambda command, text, *flags: "Python.h" not in text),
     "needs ninja": without_ninja,
@@ -190,7 +191,7 @@ PROVOKED: dict[str, Callable[[Here], str]] = {
     "is not of the CUDA of torch": lambda here: without_cuda(here, "13.0", NVCC),
     "compiles nothing here": lambda here: without_cuda(here, "12.8", NVCC, "error: gcc is too new"),
     "each with +PTX or without": lambda here: error_of(cuda_build.architectures_of, "6.0;8.0", [], NVCC),
-    'the instruction set "…"': lambda here: forced("sse9"),
+    "is unknown; this library has": lambda here: forced("sse9"),
     "kernel must be": lambda here: error_of(lambda: backends.use("fast").__enter__()),
     "does not compile this function": warning_of_a_function,
     "must not decide by the value": lambda here: error_of(

@@ -1,19 +1,10 @@
 // The fused kernel for any machine.
-#include "simd_common.h"
-
 #define SELFATTN_ISA scalar
-#if !defined(__clang__)
-#pragma GCC push_options
-#pragma GCC optimize("O3", "fp-contract=off")
-#endif
 
+#include "begin_baseline.h"
 #include "simd_scalar.h"
-
 #include "../fused/fused_kernel.h"
-
-#if !defined(__clang__)
-#pragma GCC pop_options
-#endif
+#include "end_target.h"
 
 namespace selfattn::cpu {
 extern const Kernel kFusedScalar;

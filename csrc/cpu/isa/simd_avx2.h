@@ -17,6 +17,7 @@ struct Simd<float> {
   static constexpr int kTileVecs = 3;
   static constexpr bool kLoadsParts = false;
   static constexpr bool kHalves = false;
+  static constexpr bool kByLane = false;
 
   static SELFATTN_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
   static SELFATTN_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
@@ -121,6 +122,7 @@ struct Simd<double> {
   static constexpr int kTileVecs = 3;
   static constexpr bool kLoadsParts = false;
   static constexpr bool kHalves = false;
+  static constexpr bool kByLane = false;
 
   static SELFATTN_INLINE Vec load(const double* p) { return _mm256_loadu_pd(p); }
   static SELFATTN_INLINE void store(double* p, Vec v) { _mm256_storeu_pd(p, v); }

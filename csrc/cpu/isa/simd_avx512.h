@@ -25,6 +25,7 @@ struct Simd<float> {
 
   static constexpr bool kLoadsParts = true;
   static constexpr bool kHalves = true;
+  static constexpr bool kByLane = false;
 
   static SELFATTN_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static SELFATTN_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
@@ -153,6 +154,7 @@ struct Simd<double> {
 
   static constexpr bool kLoadsParts = true;
   static constexpr bool kHalves = true;
+  static constexpr bool kByLane = false;
 
   static SELFATTN_INLINE Vec load(const double* p) { return _mm512_loadu_pd(p); }
   static SELFATTN_INLINE void store(double* p, Vec v) { _mm512_storeu_pd(p, v); }

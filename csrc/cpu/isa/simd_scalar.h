@@ -1,5 +1,5 @@
-// The portable instruction set: the compiler's own vectors of 128 bits. They are SSE2 on any x86-64 and NEON
-// on arm64. The interface is documented in docs/cpu-kernels.md, "The SIMD interface".
+// The portable instruction set: the compiler's own vectors of 128 bits, SSE2 on any x86-64. The interface is
+// documented in docs/cpu-kernels.md, "The SIMD interface".
 #pragma once
 
 namespace selfattn::cpu::scalar {
@@ -19,6 +19,7 @@ struct PortableSimd {
   static constexpr int kTileVecs = 2;
   static constexpr bool kLoadsParts = false;
   static constexpr bool kHalves = false;
+  static constexpr bool kByLane = false;
 
   static SELFATTN_INLINE Vec load(const T* p) { return *reinterpret_cast<const Unaligned*>(p); }
   static SELFATTN_INLINE void store(T* p, Vec v) { *reinterpret_cast<Unaligned*>(p) = v; }
@@ -28,7 +29,15 @@ struct PortableSimd {
   static SELFATTN_INLINE Vec sub(Vec a, Vec b) { return a - b; }
   static SELFATTN_INLINE Vec mul(Vec a, Vec b) { return a * b; }
   static SELFATTN_INLINE Vec div(Vec a, Vec b) { return a / b; }
-  static SELFATTN_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+  // One rounding wherever the processor has such an instruction, so that all compilers give the same bits.
+  static SELFATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < kLanes; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+  }
   static SELFATTN_INLINE Mask less(Vec a, Vec b) { return a < b; }
   static SELFATTN_INLINE Mask equal(Vec a, Vec b) { return a == b; }
   static SELFATTN_INLINE Mask either(Mask a, Mask b) { return a | b; }

@@ -35,7 +35,7 @@ inline bool scale_keeps_queries(double scale) {
 
 // Accumulators of a tile: as many as the registers hold beside its operands, and at least a vector's width.
 template <class T>
-constexpr int kFewQueryTile = Simd<T>::kTileRows == 8 ? 16 : 8;
+constexpr int kFewQueryTile = Simd<T>::kTileRows > 4 ? 16 : 8;
 
 // The members of all kinds of elements that become vectors of T when they are loaded.
 template <class T>

@@ -234,7 +234,13 @@ class RowsAhead {
   };
 
  private:
-  static constexpr int64_t kMemoryPage = 4096, kMemoryPagesAhead = 4;
+  // Where pages are larger than this, some prefetches are in vain and none is missing.
+#if defined(__APPLE__) && defined(__aarch64__)
+  static constexpr int64_t kMemoryPage = 16384;
+#else
+  static constexpr int64_t kMemoryPage = 4096;
+#endif
+  static constexpr int64_t kMemoryPagesAhead = 4;
 
   RowWalk rows_, pages_;
   int64_t rows_of_page_ = 1, left_;  // left_: until the next page is prefetched

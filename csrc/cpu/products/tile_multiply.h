@@ -55,23 +55,14 @@ SELFATTN_INLINE void finish_tile(const typename Simd<T>::Vec (&sum)[kRows][kVecs
   }
 }
 
-// With kHalf, no more than half of the last vector's lanes are in use, and the others of C meet zeros. A
-// processor that computes 512 bits in two steps (Zen 4) then saves one of them.
+// Adds `depth` products to the sums of a tile. With kHalf, no more than half of the last vector's lanes count.
 template <class T, int kRows, int kVecs, bool kHalf, bool kTransposed>
-__attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, int64_t lane) {
+SELFATTN_INLINE void add_products(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t depth,
+                                  typename Simd<T>::Vec (&sum)[kRows][kVecs]) {
   using S = Simd<T>;
-  typename S::Vec sum[kRows][kVecs];
-  SELFATTN_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    SELFATTN_UNROLL
-    for (int v = 0; v < kVecs; ++v) sum[r][v] = S::set(T(0));
-  }
-  const T* a = p.a + (kTransposed ? row : row * p.lda);
-  const T* b = p.b + lane;
-  const int64_t a_row = kTransposed ? 1 : p.lda;
-  const int64_t a_step = kTransposed ? p.lda : 1;
-  const int64_t ldb = p.ldb;
-  for (int64_t k = p.depth; k > 0; --k) {
+  const int64_t a_row = kTransposed ? 1 : lda;
+  const int64_t a_step = kTransposed ? lda : 1;
+  for (int64_t k = depth; k > 0; --k) {
     typename S::Vec vec[kVecs];
     SELFATTN_UNROLL
     for (int v = 0; v < kVecs - kHalf; ++v) vec[v] = S::load(b + v * S::kWidth);
@@ -86,6 +77,60 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, i
     }
     a += a_step;
     b += ldb;
+  }
+}
+
+// The same sums, bit by bit, where an instruction takes a factor from any lane of a vector (kByLane). A
+// broadcast would need a place among the multiply-adds, so that factors are loaded a vector at a time instead:
+// those of one row for several k, or with kTransposed those of several rows for one k.
+template <class T, int kRows, int kVecs, bool kTransposed>
+SELFATTN_INLINE void add_products_by_lane(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t depth,
+                                          typename Simd<T>::Vec (&sum)[kRows][kVecs]) {
+  using S = Simd<T>;
+  constexpr int kWidth = S::kWidth;
+  constexpr int kSteps = kTransposed ? 1 : kWidth;
+  constexpr int kFactors = kTransposed ? divide_up(kRows, kWidth) : kRows;
+  // The last vector of several rows ends with the tile, so that nothing is read behind it.
+  const auto first_row = [](int f) { return f * kWidth < kRows - kWidth ? f * kWidth : kRows - kWidth; };
+  for (; depth >= kSteps; depth -= kSteps) {
+    typename S::Vec factors[kFactors];
+    SELFATTN_UNROLL
+    for (int f = 0; f < kFactors; ++f) factors[f] = S::load(a + (kTransposed ? first_row(f) : f * lda));
+    SELFATTN_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      typename S::Vec vec[kVecs];
+      SELFATTN_UNROLL
+      for (int v = 0; v < kVecs; ++v) vec[v] = S::load(b + v * kWidth);
+      SELFATTN_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const int f = kTransposed ? r / kWidth : r, lane = kTransposed ? r - first_row(f) : step;
+        SELFATTN_UNROLL
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = S::fma_lane(vec[v], factors[f], lane, sum[r][v]);
+      }
+      b += ldb;
+    }
+    a += kTransposed ? lda : kSteps;
+  }
+  if constexpr (kSteps > 1) add_products<T, kRows, kVecs, false, kTransposed>(a, lda, b, ldb, depth, sum);
+}
+
+// With kHalf, no more than half of the last vector's lanes are in use, and the others of C meet zeros. A
+// processor that computes 512 bits in two steps (Zen 4) then saves one of them.
+template <class T, int kRows, int kVecs, bool kHalf, bool kTransposed>
+__attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, int64_t lane) {
+  using S = Simd<T>;
+  typename S::Vec sum[kRows][kVecs];
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) sum[r][v] = S::set(T(0));
+  }
+  const T* a = p.a + (kTransposed ? row : row * p.lda);
+  const T* b = p.b + lane;
+  if constexpr (S::kByLane && (!kTransposed || kRows >= S::kWidth)) {
+    add_products_by_lane<T, kRows, kVecs, kTransposed>(a, p.lda, b, p.ldb, p.depth, sum);
+  } else {
+    add_products<T, kRows, kVecs, kHalf, kTransposed>(a, p.lda, b, p.ldb, p.depth, sum);
   }
   if constexpr (kHalf) {
     SELFATTN_UNROLL

@@ -1,0 +1,145 @@
+"""Builds for arm64 Linux on x86-64, and runs what is built in an emulator of single programs (qemu).
+
+    python scripts/arm64/run.py build                       # the library and the C++ unit tests, cross-compiled
+    python scripts/arm64/run.py cpp                         # the unit tests: 10 minutes
+    python scripts/arm64/run.py cpp --turn 1                # the short ones, and one of the long ones
+    python scripts/arm64/run.py check                       # python -m selfattn_ext check
+    python scripts/arm64/run.py test --every 20             # one of 20 Python tests of kernels
+    python scripts/arm64/run.py wheel build/wheel           # a wheel beside the one there, for the same Python
+    python scripts/arm64/run.py python -c "import torch"    # any program
+
+--cpu names the processor, cortex-a72 by default; "max" has all that qemu knows. The emulator shows wrong
+results and crashes. It cannot show speed, nor what a processor does that reorders memory accesses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import userland
+from userland import DEBIAN, FOLDER, ROOT, SITE
+
+CMAKE = FOLDER / "cmake"
+LIBRARY = FOLDER / "library" / f"_C.cpython-{userland.PYTHON.replace('.', '')}-aarch64-linux-gnu.so"
+#: Unit tests that take minutes in the emulator.
+LONG = ("test_kernels", "test_sequence_kernels", "test_tangent_kernels", "test_tangent_sequences")
+#: The Python tests that are about numbers of kernels, and start no other program.
+TESTS = ("attention", "gradients", "numerics", "varlen", "kv_cache")
+
+_SOURCES = runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py"))
+
+
+def build() -> None:
+    """Compiles the library and the unit tests, and links the objects of the library into a Python module."""
+    torch = SITE / "torch"
+    emulator = f"{userland.EMULATOR};-cpu;cortex-a72;-L;{DEBIAN}"
+    unseen = "-Wl,--unresolved-symbols=ignore-in-shared-libs"
+    settings = {
+        "CMAKE_SYSTEM_NAME": "Linux",
+        "CMAKE_SYSTEM_PROCESSOR": "aarch64",
+        "CMAKE_CXX_COMPILER": userland.COMPILER,
+        "CMAKE_CROSSCOMPILING_EMULATOR": emulator,
+        "CMAKE_EXE_LINKER_FLAGS": unseen,
+        "SELFATTN_LIBTORCH": torch,
+        "Python3_EXECUTABLE": sys.executable,
+    }
+    options = [f"-D{name}={value}" for name, value in settings.items()]
+    subprocess.run(["cmake", "-S", ROOT, "-B", CMAKE, "-G", "Ninja", *options], check=True)
+    subprocess.run(["cmake", "--build", CMAKE], check=True)
+    LIBRARY.parent.mkdir(exist_ok=True)
+    (module,) = (ROOT / "csrc" / _SOURCES["PYTHON_FOLDER"]).glob("*.cpp")
+    objects = sorted((CMAKE / "CMakeFiles" / "selfattn_objects.dir").rglob("*.o"))
+    headers = [torch / "include", DEBIAN / "usr" / "include" / f"python{userland.PYTHON}"]
+    # The headers of Python include others that depend on the architecture, which Debian keeps elsewhere.
+    command = [userland.COMPILER, *_SOURCES["compile_flags"](), "-fPIC", "-shared", *(f"-I{it}" for it in headers)]
+    command += ["-idirafter", DEBIAN / "usr" / "include", module, *objects, "-o", LIBRARY, f"-L{torch / 'lib'}"]
+    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10", unseen], check=True)
+
+
+def python(cpu: str, *arguments: str | Path) -> int:
+    """Runs Python in the emulator, and returns its exit status."""
+    environment = os.environ | {
+        "PYTHONHOME": str(DEBIAN / "usr"),
+        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
+        "SELFATTN_LIBRARY": str(LIBRARY),
+    }
+    command = [userland.EMULATOR, "-cpu", cpu, "-L", DEBIAN, userland.PROGRAM, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def cpp(cpu: str, turn: int | None) -> int:
+    """Runs the unit tests: all of them, or the short ones and that one of the others."""
+    left_out = [] if turn is None else [name for name in LONG if name != LONG[turn % len(LONG)]]
+    programs = sorted(path for path in CMAKE.glob("test_*") if path.suffix == "" and path.is_file())
+    failed = 0
+    for program in programs:
+        if program.name not in left_out:
+            print(f"== {program.name} on {cpu}", flush=True)
+            done = subprocess.run([userland.EMULATOR, "-cpu", cpu, "-L", DEBIAN, program])
+            failed |= done.returncode
+    return failed
+
+
+def wheel(folder: Path) -> None:
+    """Writes a wheel for arm64 Linux beside that of x86-64 for the same Python, of which it has all but the
+    library.
+    """
+    wheels = runpy.run_path(str(ROOT / "scripts" / "wheels.py"))
+    abi = f"cp{userland.PYTHON.replace('.', '')}"
+    (base,) = folder.glob(f"*-{abi}-{abi}-linux_x86_64.whl")
+    python_of_it = wheels["Interpreter"](str(userland.PROGRAM), abi, abi, "", "")
+    wheels["repack"](base, LIBRARY, python_of_it, "linux_aarch64")
+
+
+#: It runs in the emulator: pytest with every so many of the tests.
+_SAMPLE = """
+import sys, pytest
+every, first, *arguments = sys.argv[1:]
+class Sample:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = items[int(first)::int(every)]
+sys.exit(pytest.main(arguments, plugins=[Sample()]))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--cpu", default="cortex-a72")
+    actions = parser.add_subparsers(dest="action", required=True)
+    actions.add_parser("build")
+    actions.add_parser("check")
+    actions.add_parser("cpp").add_argument("--turn", type=int)
+    test = actions.add_parser("test")
+    test.add_argument("--every", type=int, default=20)
+    test.add_argument("--first", type=int, default=0)
+    test.add_argument("arguments", nargs=argparse.REMAINDER)
+    actions.add_parser("wheel").add_argument("folder", type=Path)
+    actions.add_parser("python").add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+
+    userland.make()
+    if given.action == "build":
+        build()
+        return 0
+    if given.action == "cpp":
+        return cpp(given.cpu, given.turn)
+    if given.action == "check":
+        return python(given.cpu, "-m", "selfattn_ext", "check")
+    if given.action == "python":
+        return python(given.cpu, *given.arguments)
+    if given.action == "wheel":
+        wheel(given.folder)
+        return 0
+    paths = given.arguments or [f"tests/{folder}" for folder in TESTS]
+    numbers = (str(given.every), str(given.first))
+    return python(given.cpu, "-c", _SAMPLE, *numbers, "-q", "-p", "no:cacheprovider", *paths)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
