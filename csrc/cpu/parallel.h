@@ -42,7 +42,7 @@ struct SharedItems {
   alignas(kCacheLine) std::atomic<int64_t> next{0};
   alignas(kCacheLine) std::atomic<int64_t> done{0};
   std::atomic<bool> failed{false};
-  std::exception_ptr error;
+  std::exception_ptr error{};
 
   template <class Task>
   void work() {

@@ -56,9 +56,9 @@ def build() -> None:
     objects = sorted((CMAKE / "CMakeFiles" / "selfattn_objects.dir").rglob("*.o"))
     headers = [torch / "include", DEBIAN / "usr" / "include" / f"python{userland.PYTHON}"]
     # The headers of Python include others that depend on the architecture, which Debian keeps elsewhere.
-    command = [userland.COMPILER, *_SOURCES["compile_flags"](), "-fPIC", "-shared", *(f"-I{it}" for it in headers)]
+    command = [userland.COMPILER, *_SOURCES["compile_flags"](), "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=_C", *(f"-I{it}" for it in headers)]
     command += ["-idirafter", DEBIAN / "usr" / "include", module, *objects, "-o", LIBRARY, f"-L{torch / 'lib'}"]
-    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10", unseen], check=True)
+    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
 
 
 def python(cpu: str, *arguments: str | Path) -> int:
@@ -67,6 +67,7 @@ def python(cpu: str, *arguments: str | Path) -> int:
         "PYTHONHOME": str(DEBIAN / "usr"),
         "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
         "SELFATTN_LIBRARY": str(LIBRARY),
+        "CXX": userland.COMPILER,
     }
     command = [userland.EMULATOR, "-cpu", cpu, "-L", DEBIAN, userland.PROGRAM, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode

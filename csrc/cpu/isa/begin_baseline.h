@@ -8,6 +8,7 @@
 #pragma clang fp contract(off)
 #pragma clang attribute push
 #else
+// On arm64 gcc 12 schedules before it gives out registers, and then needs moves among the multiply-adds.
 #pragma GCC push_options
-#pragma GCC optimize("O3", "fp-contract=off")
+#pragma GCC optimize("O3", "fp-contract=off", "no-schedule-insns")
 #endif

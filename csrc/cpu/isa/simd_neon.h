@@ -13,7 +13,8 @@ struct Simd<float> {
   using Vec = float32x4_t;
   using Mask = uint32x4_t;
   static constexpr int kWidth = 4;
-  static constexpr int kTileRows = 6;  // 6 x 3 accumulators, 3 operands and 6 vectors of factors: 27 of 32 registers
+  static constexpr int kTileRows =
+      6;  // 6 x 3 accumulators, 3 operands and 6 vectors of factors: 27 of 32 registers
   static constexpr int kTileVecs = 3;
   static constexpr bool kLoadsParts = false;
   static constexpr bool kHalves = false;
@@ -30,10 +31,14 @@ struct Simd<float> {
   // a * b[lane] + c, for a constant lane.
   static SELFATTN_INLINE Vec fma_lane(Vec a, Vec b, int lane, Vec c) {
     switch (lane) {
-      case 0: return vfmaq_laneq_f32(c, a, b, 0);
-      case 1: return vfmaq_laneq_f32(c, a, b, 1);
-      case 2: return vfmaq_laneq_f32(c, a, b, 2);
-      default: return vfmaq_laneq_f32(c, a, b, 3);
+      case 0:
+        return vfmaq_laneq_f32(c, a, b, 0);
+      case 1:
+        return vfmaq_laneq_f32(c, a, b, 1);
+      case 2:
+        return vfmaq_laneq_f32(c, a, b, 2);
+      default:
+        return vfmaq_laneq_f32(c, a, b, 3);
     }
   }
   // This is not vmaxq_f32, which returns NaN where either operand is NaN.

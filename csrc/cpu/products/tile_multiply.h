@@ -55,7 +55,8 @@ SELFATTN_INLINE void finish_tile(const typename Simd<T>::Vec (&sum)[kRows][kVecs
   }
 }
 
-// Adds `depth` products to the sums of a tile. With kHalf, no more than half of the last vector's lanes count.
+// Adds `depth` products to the sums of a tile. With kHalf, no more than half of the last vector's lanes
+// count.
 template <class T, int kRows, int kVecs, bool kHalf, bool kTransposed>
 SELFATTN_INLINE void add_products(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t depth,
                                   typename Simd<T>::Vec (&sum)[kRows][kVecs]) {
@@ -81,8 +82,8 @@ SELFATTN_INLINE void add_products(const T* a, int64_t lda, const T* b, int64_t l
 }
 
 // The same sums, bit by bit, where an instruction takes a factor from any lane of a vector (kByLane). A
-// broadcast would need a place among the multiply-adds, so that factors are loaded a vector at a time instead:
-// those of one row for several k, or with kTransposed those of several rows for one k.
+// broadcast would need a place among the multiply-adds, so that factors are loaded a vector at a time
+// instead: those of one row for several k, or with kTransposed those of several rows for one k.
 template <class T, int kRows, int kVecs, bool kTransposed>
 SELFATTN_INLINE void add_products_by_lane(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t depth,
                                           typename Simd<T>::Vec (&sum)[kRows][kVecs]) {
