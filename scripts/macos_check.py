@@ -2,8 +2,8 @@
 
     python scripts/macos_check.py
 
-Any warning is an error. Nothing is run, so that this finds what does not compile there and nothing else. Names
-of torch and of Python stay open, as in every module of macOS: torch's libraries are not needed.
+Any warning is an error. Nothing is run, so that this finds what does not compile there and nothing else.
+Names of torch and of Python stay open, as in every module of macOS: torch's libraries are not needed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ def _run(command: list[str]) -> None:
 def main() -> None:
     sources = runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py"))
     torch = find_spec("torch")
-    assert torch is not None and torch.origin is not None, "this needs torch's headers"
+    if torch is None or torch.origin is None:
+        sys.exit("this needs torch's headers")
     # As system headers: warnings of theirs are not ours.
     headers = [Path(torch.origin).parent / "include", sysconfig.get_path("include")]
-    flags = [*sources["compile_flags"](), *_FLAGS, *(word for path in headers for word in ("-isystem", str(path)))]
+    flags = [
+        *sources["compile_flags"](),
+        *_FLAGS,
+        *(word for path in headers for word in ("-isystem", str(path))),
+    ]
     paths = [Path(path) for path in sources["extension_sources"](False)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda path: compile_source(path, flags), paths))

@@ -132,8 +132,9 @@ def add(folder: Path, others: Sequence[Interpreter]) -> None:
 
 
 def repack(base: Path, library: Path, other: Interpreter, platform: str | None = None) -> None:
-    """Writes a wheel beside another, with that library in the place of its own, and other tags. ``platform`` is
-    as the names of wheels have it; None is that of the other wheel.
+    """Writes a wheel beside another, with that library in the place of its own, and other tags.
+
+    ``platform`` is as the names of wheels have it; None is that of the other wheel.
     """
     wheel = [sys.executable, "-m", "wheel"]
     with tempfile.TemporaryDirectory() as unpacked:

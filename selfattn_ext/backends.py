@@ -12,8 +12,8 @@ that tensor cores can compute, and "simt" takes every call.
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
 instruction set (amx, avx512_bf16, avx512, avx2 and scalar on x86-64, neon and scalar on arm64);
-:func:`use_cpu_isa` sets the latter inside a process. avx512_bf16 and amx pass calls that they do not compute faster to avx512, and :func:`explain` says
-so. A forced amx passes on only calls that it cannot compute.
+:func:`use_cpu_isa` sets the latter inside a process. avx512_bf16 and amx pass calls that they do not compute
+faster to avx512, and :func:`explain` says so. A forced amx passes on only calls that it cannot compute.
 """
 
 from __future__ import annotations

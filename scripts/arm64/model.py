@@ -2,9 +2,9 @@
 
     python scripts/arm64/model.py
 
-llvm-mca plays the machine code of a loop on its model of a processor. The code is what the cross compilers make
-of csrc/cpu/isa/kernels_neon.cpp: g++ of Debian and clang of the package ziglang. The model knows no caches and
-no memory. Nothing here is a measurement.
+llvm-mca plays the machine code of a loop on its model of a processor. The code is what the cross compilers
+make of csrc/cpu/isa/kernels_neon.cpp: g++ of Debian and clang of the package ziglang. The model knows no
+caches and no memory. Nothing here is a measurement.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def compiled(name: str, command: list[str]) -> Path:
     flags = runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py"))["compile_flags"]()
     made = FOLDER / f"kernels_neon.{name}.o"
     source = ROOT / "csrc" / "cpu" / "isa" / "kernels_neon.cpp"
-    subprocess.run([*command, *flags, "-fPIC", f"-I{SITE / 'torch' / 'include'}", "-c", source, "-o", made], check=True)
+    subprocess.run(
+        [*command, *flags, "-fPIC", f"-I{SITE / 'torch' / 'include'}", "-c", source, "-o", made], check=True
+    )
     return made
 
 

@@ -1,8 +1,8 @@
-"""Makes an arm64 userland in build/arm64, in which qemu runs single programs: Debian's packages, PyPI's wheels.
+"""Makes an arm64 userland in build/arm64, in which qemu runs single programs.
 
-Nothing is installed into the machine, mounted or changed into: packages are unpacked into a folder that qemu
-takes for the root of the arm64 programs. torch for arm64 is built with CUDA, whose libraries are gigabytes that
-no emulated program uses; stubs.py makes libraries with the same names and functions instead.
+It has Debian's packages and PyPI's wheels. They are unpacked into a folder that qemu takes for the root of
+the arm64 programs, and nothing is installed or mounted. torch for arm64 is built with CUDA, whose libraries are
+gigabytes that no emulated program uses; stubs.py makes libraries with the same names and functions instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ _WHEELS = (
     "setuptools<82", "ninja", "pytest<9.2", "iniconfig", "packaging", "pluggy", "pygments",
 )  # fmt: skip
 #: Wheels for these platforms run there.
-PLATFORMS = ("manylinux_2_34_aarch64", "manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
+PLATFORMS = (
+    "manylinux_2_34_aarch64",
+    "manylinux_2_28_aarch64",
+    "manylinux_2_17_aarch64",
+    "manylinux2014_aarch64",
+)
 
 _COMMANDS = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user-static", "debootstrap": "debootstrap"}
 
@@ -63,7 +68,13 @@ def make() -> None:
 
 def _unpack_debian(target: Path) -> None:
     archives = FOLDER / "archives"
-    download = ["debootstrap", "--arch=arm64", "--variant=minbase", "--download-only", f"--include={_PACKAGES}"]
+    download = [
+        "debootstrap",
+        "--arch=arm64",
+        "--variant=minbase",
+        "--download-only",
+        f"--include={_PACKAGES}",
+    ]
     subprocess.run([*download, SUITE, archives], check=True, stdout=subprocess.DEVNULL)
     for package in sorted(archives.glob("var/cache/apt/archives/*.deb")):
         subprocess.run(["dpkg", "-x", package, target], check=True)

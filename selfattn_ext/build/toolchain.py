@@ -47,8 +47,8 @@ def compiler_problem() -> str | None:
         return f"{need}, and none of c++, g++, clang++ is on PATH: {install}"
     if len(command) > 1:
         return (
-            f"{need} that is one program, and CXX={os.environ['CXX']} is several words, which torch takes for the name "
-            'of one: write a script of one line (exec ccache g++ "$@"), and set CXX to its path.'
+            f"{need} that is one program, and CXX={os.environ['CXX']} is several words, which torch takes "
+            'for the name of one: write a script of one line (exec ccache g++ "$@"), and set CXX to its path.'
         )
     if not _compiles(command, _PROBE):
         return f"{need}, and {shlex.join(command)} compiles no C++17 program: {install}"

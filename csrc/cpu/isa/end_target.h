@@ -1,6 +1,4 @@
 // Closes the target region that a begin_*.h has opened.
-#pragma once
-
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
