@@ -1,7 +1,7 @@
 """Makes an arm64 userland in build/arm64, in which qemu runs single programs.
 
 It has Debian's packages and PyPI's wheels. They are unpacked into a folder that qemu takes for the root of
-the arm64 programs, and nothing is installed or mounted. torch for arm64 is built with CUDA, whose libraries are
+its programs, and nothing is installed or mounted. torch for arm64 is built with CUDA, whose libraries are
 gigabytes that no emulated program uses; stubs.py makes libraries with the same names and functions instead.
 """
 
