@@ -45,10 +45,9 @@ def build() -> None:
         "CMAKE_CXX_COMPILER": userland.COMPILER,
         "CMAKE_CROSSCOMPILING_EMULATOR": emulator,
         "CMAKE_EXE_LINKER_FLAGS": unseen,
-        "SELFATTN_LIBTORCH": torch,
         "Python3_EXECUTABLE": sys.executable,
     }
-    options = [f"-D{name}={value}" for name, value in settings.items()]
+    options = [f"-DSELFATTN_LIBTORCH={torch}", *(f"-D{name}={value}" for name, value in settings.items())]
     subprocess.run(["cmake", "-S", ROOT, "-B", CMAKE, "-G", "Ninja", *options], check=True)
     subprocess.run(["cmake", "--build", CMAKE], check=True)
     LIBRARY.parent.mkdir(exist_ok=True)
