@@ -11,7 +11,8 @@
 #                       ptx-quick runs a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
 #   make arm64-check    cross-compile for arm64 Linux, and run the C++ unit tests and "check" in an emulator; needs Debian's
 #                       g++-aarch64-linux-gnu, qemu-user-static and debootstrap. make arm64-test runs a sample of the Python
-#                       tests there, make arm64-model estimates its inner loops, make macos-check compiles for macOS
+#                       tests there, make arm64-wheel makes a wheel, make arm64-model estimates the inner loops, and
+#                       make macos-check compiles for macOS
 #   make docs           the documentation as a site: build/docs/html/index.html; make docs-test opens it in a browser
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
 #   make wheels         one for each Python from 3.10 to 3.14 and 3.14t that is found; PYTHONS="python3.12 ..." names them
@@ -51,7 +52,7 @@ SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not
 CPP_FILES = $(shell find csrc tests simulators -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help build demo quick test test-clients cpp-test lint format docs docs-test cuda-check \
-	arm64-check arm64-test macos-check ptx-test ptx-quick wheel wheels sdist clean build/wheel
+	arm64-check arm64-test arm64-wheel arm64-model macos-check ptx-test ptx-quick wheel wheels sdist clean build/wheel
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -200,8 +201,18 @@ arm64-test: $(STAMPS)/cpp-tools
 	$(ARM64) build
 	$(ARM64) --cpu max test $(ARGS)
 
+arm64-wheel: build/wheel $(STAMPS)/cpp-tools
+	$(ARM64) build
+	$(ARM64) wheel build/wheel
+	$(REPAIR)
+
+CLANG = "$(BIN)/python" -m pip install --quiet ziglang==0.17.1
+arm64-model: $(STAMPS)/built
+	$(CLANG)
+	"$(BIN)/python" scripts/arm64/model.py
+
 macos-check: $(STAMPS)/built
-	"$(BIN)/python" -m pip install --quiet ziglang==0.17.1
+	$(CLANG)
 	"$(BIN)/python" scripts/macos_check.py
 
 $(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built

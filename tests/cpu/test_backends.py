@@ -7,10 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pages import text_of
 
 from selfattn_ext import attention_scores, backends, masked_softmax, scaled_dot_product_attention
 
 X = torch.randn(1, 2, 8, 64).bfloat16()  # every kernel computes this itself
+
+
+@pytest.mark.parametrize("page", ["choosing-kernels", "environment-variables", "cpu-kernels"])
+def test_pages_name_every_instruction_set(page: str) -> None:
+    text = text_of(f"docs/{page}.md")
+    assert [kernel.isa for kernel in backends.kernels("cpu") if kernel.isa not in text] == []
 
 
 def test_table() -> None:
