@@ -37,14 +37,12 @@ _SOURCES = runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py"))
 def build() -> None:
     """Compiles the library and the unit tests, and links the objects of the library into a Python module."""
     torch = SITE / "torch"
-    emulator = f"{userland.EMULATOR};-cpu;cortex-a72;-L;{DEBIAN}"
-    unseen = "-Wl,--unresolved-symbols=ignore-in-shared-libs"
     settings = {
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": "aarch64",
         "CMAKE_CXX_COMPILER": userland.COMPILER,
-        "CMAKE_CROSSCOMPILING_EMULATOR": emulator,
-        "CMAKE_EXE_LINKER_FLAGS": unseen,
+        # What torch's libraries ask of CUDA's is not looked for.
+        "CMAKE_EXE_LINKER_FLAGS": "-Wl,--unresolved-symbols=ignore-in-shared-libs",
         "Python3_EXECUTABLE": sys.executable,
     }
     options = [f"-DSELFATTN_LIBTORCH={torch}", *(f"-D{name}={value}" for name, value in settings.items())]
@@ -53,26 +51,12 @@ def build() -> None:
     LIBRARY.parent.mkdir(exist_ok=True)
     (module,) = (ROOT / "csrc" / _SOURCES["PYTHON_FOLDER"]).glob("*.cpp")
     objects = sorted((CMAKE / "CMakeFiles" / "selfattn_objects.dir").rglob("*.o"))
-    headers = [torch / "include", DEBIAN / "usr" / "include" / f"python{userland.PYTHON}"]
+    headers = DEBIAN / "usr" / "include"
+    flags = [*_SOURCES["compile_flags"](), "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=_C"]
     # The headers of Python include others that depend on the architecture, which Debian keeps elsewhere.
-    command = [
-        userland.COMPILER,
-        *_SOURCES["compile_flags"](),
-        "-fPIC",
-        "-shared",
-        "-DTORCH_EXTENSION_NAME=_C",
-        *(f"-I{it}" for it in headers),
-    ]
-    command += [
-        "-idirafter",
-        DEBIAN / "usr" / "include",
-        module,
-        *objects,
-        "-o",
-        LIBRARY,
-        f"-L{torch / 'lib'}",
-    ]
-    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
+    flags += [f"-I{torch / 'include'}", f"-I{headers / f'python{userland.PYTHON}'}", f"-idirafter{headers}"]
+    libraries = [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run([userland.COMPILER, *flags, module, *objects, "-o", LIBRARY, *libraries], check=True)
 
 
 def python(cpu: str, *arguments: str | Path) -> int:

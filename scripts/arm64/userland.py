@@ -58,11 +58,11 @@ def make() -> None:
     if lacking := missing():
         sys.exit(f"this needs packages of Debian: apt-get install {' '.join(lacking)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for part, its in {DEBIAN: _unpack_debian, SITE: _unpack_wheels}.items():
+    for part, unpack in {DEBIAN: _unpack_debian, SITE: _unpack_wheels}.items():
         if not part.exists():
             new = part.with_name(part.name + ".new")
             shutil.rmtree(new, ignore_errors=True)
-            its(new)
+            unpack(new)
             new.rename(part)
 
 
