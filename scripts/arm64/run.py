@@ -117,10 +117,11 @@ def main() -> int:
     test = actions.add_parser("test")
     test.add_argument("--every", type=int, default=20)
     test.add_argument("--first", type=int, default=0)
-    test.add_argument("arguments", nargs=argparse.REMAINDER)
     actions.add_parser("wheel").add_argument("folder", type=Path)
-    actions.add_parser("python").add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
+    actions.add_parser("python", add_help=False)
+    given, arguments = parser.parse_known_args()
+    if arguments and given.action not in ("python", "test"):
+        parser.error(f"unknown: {' '.join(arguments)}")
 
     userland.make()
     if given.action == "build":
@@ -131,11 +132,11 @@ def main() -> int:
     if given.action == "check":
         return python(given.cpu, "-m", "selfattn_ext", "check")
     if given.action == "python":
-        return python(given.cpu, *given.arguments)
+        return python(given.cpu, *arguments)
     if given.action == "wheel":
         wheel(given.folder)
         return 0
-    paths = given.arguments or [f"tests/{folder}" for folder in TESTS]
+    paths = arguments or [f"tests/{folder}" for folder in TESTS]
     numbers = (str(given.every), str(given.first))
     # The emulator gives out all memory that is asked for, so that a test of what fails takes the machine's.
     chosen = ("-k", "not allocation and not memory")
