@@ -63,7 +63,7 @@ def compiled(name: str, command: list[str]) -> Path:
 
 def functions(path: Path) -> Iterator[tuple[str, list[tuple[int, str]]]]:
     """The name of each function of an object file, with its instructions and their addresses."""
-    command = ["aarch64-linux-gnu-objdump", "-dC", "--no-show-raw-insn", path]
+    command = ["aarch64-linux-gnu-objdump", "-dC", "--no-show-raw-insn", str(path)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for block in text.split("\n\n"):
         named = re.search(r"^[0-9a-f]+ <(.*)>:$", block, re.M)

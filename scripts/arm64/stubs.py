@@ -82,7 +82,16 @@ def _compile(library: Path, functions: dict[str, list[str]], versions: set[str])
     names = [name for its in functions.values() for name in its]
     source = library.with_name(library.name + ".c")
     source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in names), encoding="ascii")
-    command = [_COMPILER, "-shared", "-fPIC", "-w", "-o", library, source, f"-Wl,-soname,{library.name}"]
+    command = [
+        _COMPILER,
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-o",
+        str(library),
+        str(source),
+        f"-Wl,-soname,{library.name}",
+    ]
     script = library.with_name(library.name + ".map")
     blocks = (
         f"{version} {{ global: {' '.join(name + ';' for name in functions.get(version, []))} }};\n"

@@ -87,7 +87,17 @@ def _unpack_debian(target: Path) -> None:
 
 def _unpack_wheels(target: Path) -> None:
     torch = "torch==" + metadata.version("torch").partition("+")[0]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", target]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(target),
+    ]
     options = ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     abi = f"cp{PYTHON.replace('.', '')}"
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
