@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from selfattn_ext import attention_scores, attention_weights, capture, masked_softmax, masks, nn, reference
+from selfattn_ext import (
+    attention_scores,
+    attention_weights,
+    capture,
+    formula_steps,
+    masked_softmax,
+    masks,
+    nn,
+)
 from selfattn_ext import scaled_dot_product_attention as attention
 
 #: Arguments of attention, as functions of a maker of tensors.
@@ -130,7 +138,7 @@ def test_what_is_taken_for_granted_changes_no_gradient(
         return torch.autograd.grad(sum((g * g).sum() for g in more), inputs)
 
     looked = third()
-    monkeypatch.setattr(reference, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(formula_steps, "is_capturing", lambda tensor: True)
     for found, expected in zip(third(), looked, strict=True):
         torch.testing.assert_close(found, expected)
 
