@@ -195,7 +195,6 @@ arm64-check: $(STAMPS)/cpp-tools
 	$(ARM64) build
 	$(ARM64) cpp $(ARGS)
 	$(ARM64) check
-	$(ARM64) --cpu max check
 
 arm64-test: $(STAMPS)/cpp-tools
 	$(ARM64) build

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +37,18 @@ def compile_source(source: Path, flags: list[str]) -> Path:
     return made
 
 
+def python_headers() -> Path:
+    """A copy of this Python's headers that any compiler reads: Debian's look for a part of Linux by name."""
+    installed, copied = Path(sysconfig.get_path("include")), FOLDER / "python"
+    shutil.copytree(installed, copied, dirs_exist_ok=True)
+    of_this_machine = (
+        installed.parent / str(sysconfig.get_config_var("MULTIARCH")) / installed.name / "pyconfig.h"
+    )
+    if of_this_machine.exists():
+        shutil.copy(of_this_machine, copied)
+    return copied
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0 or done.stderr:
@@ -48,7 +61,7 @@ def main() -> None:
     if torch is None or torch.origin is None:
         sys.exit("this needs torch's headers")
     # As system headers: warnings of theirs are not ours.
-    headers = [Path(torch.origin).parent / "include", sysconfig.get_path("include")]
+    headers = [Path(torch.origin).parent / "include", python_headers()]
     flags = [
         *sources["compile_flags"](),
         *_FLAGS,

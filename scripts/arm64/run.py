@@ -1,15 +1,15 @@
 """Builds for arm64 Linux on x86-64, and runs what is built in an emulator of single programs (qemu).
 
     python scripts/arm64/run.py build                       # compiles the library and the C++ unit tests
-    python scripts/arm64/run.py cpp                         # the unit tests: 10 minutes
+    python scripts/arm64/run.py cpp                         # the unit tests, which take minutes
     python scripts/arm64/run.py cpp --turn 1                # the short ones, and one of the long ones
     python scripts/arm64/run.py check                       # python -m selfattn_ext check
     python scripts/arm64/run.py test --every 20             # one of 20 Python tests of kernels
     python scripts/arm64/run.py wheel build/wheel           # a wheel beside the one there
     python scripts/arm64/run.py python -c "import torch"    # any program
 
---cpu names the processor, cortex-a72 by default; "max" has all that qemu knows. The emulator shows wrong
-results and crashes. It cannot show speed, nor what a processor does that reorders memory accesses.
+--cpu names the processor. The emulator shows wrong results and crashes. It cannot show speed, nor what a
+processor does that reorders memory accesses.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import userland
 from userland import DEBIAN, FOLDER, ROOT, SITE
 
 CMAKE = FOLDER / "cmake"
+#: Processors of qemu: one of the oldest of the architecture, and one with all that qemu knows.
+CPUS = ("cortex-a72", "max")
 LIBRARY = FOLDER / "library" / f"_C.cpython-{userland.PYTHON.replace('.', '')}-aarch64-linux-gnu.so"
 #: Unit tests that take minutes in the emulator.
 LONG = ("test_kernels", "test_sequence_kernels", "test_tangent_kernels", "test_tangent_sequences")
@@ -72,16 +76,32 @@ def python(cpu: str, *arguments: str | Path) -> int:
 
 
 def cpp(cpu: str, turn: int | None) -> int:
-    """Runs the unit tests: all of them, or the short ones and that one of the others."""
+    """Runs the unit tests, as many at a time as there are processors: all of them, or the short ones and that
+    one of the others. Returns 1 if one fails.
+    """
     left_out = [] if turn is None else [name for name in LONG if name != LONG[turn % len(LONG)]]
-    programs = sorted(path for path in CMAKE.glob("test_*") if path.suffix == "" and path.is_file())
-    failed = 0
-    for program in programs:
-        if program.name not in left_out:
-            print(f"== {program.name} on {cpu}", flush=True)
-            done = subprocess.run([userland.EMULATOR, "-cpu", cpu, "-L", DEBIAN, program])
-            failed |= done.returncode
-    return failed
+    programs = [path for path in CMAKE.glob("test_*") if path.suffix == "" and path.is_file()]
+    chosen = [path for path in programs if path.name not in left_out]
+    chosen.sort(key=lambda path: path.name not in LONG)  # those first
+    return _at_once([[userland.EMULATOR, "-cpu", cpu, "-L", DEBIAN, path] for path in chosen])
+
+
+def check(cpus: Sequence[str]) -> int:
+    """Runs ``python -m selfattn_ext check`` on several processors at once. Returns 1 if one fails."""
+    command = [sys.executable, __file__]
+    return _at_once([[*command, "--cpu", cpu, "python", "-m", "selfattn_ext", "check"] for cpu in cpus])
+
+
+def _at_once(commands: Sequence[Sequence[str | Path]]) -> int:
+    """Runs programs, as many at a time as there are processors, and prints the output of each at its end."""
+
+    def run(command: Sequence[str | Path]) -> bool:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print("==", *command[1:], f"\n{done.stdout}", flush=True)
+        return done.returncode != 0
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return int(any(list(pool.map(run, commands))))
 
 
 def wheel(folder: Path) -> None:
@@ -109,7 +129,7 @@ sys.exit(pytest.main(arguments, plugins=[Sample()]))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--cpu", default="cortex-a72")
+    parser.add_argument("--cpu", help=f"{CPUS[0]} by default; for check, each of {', '.join(CPUS)}")
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("build")
     actions.add_parser("check")
@@ -123,16 +143,17 @@ def main() -> int:
     if arguments and given.action not in ("python", "test"):
         parser.error(f"unknown: {' '.join(arguments)}")
 
+    cpu = given.cpu or CPUS[0]
     userland.make()
     if given.action == "build":
         build()
         return 0
     if given.action == "cpp":
-        return cpp(given.cpu, given.turn)
+        return cpp(cpu, given.turn)
     if given.action == "check":
-        return python(given.cpu, "-m", "selfattn_ext", "check")
+        return check([given.cpu] if given.cpu else CPUS)
     if given.action == "python":
-        return python(given.cpu, *arguments)
+        return python(cpu, *arguments)
     if given.action == "wheel":
         wheel(given.folder)
         return 0
@@ -140,7 +161,7 @@ def main() -> int:
     numbers = (str(given.every), str(given.first))
     # The emulator gives out all memory that is asked for, so that a test of what fails takes the machine's.
     chosen = ("-k", "not allocation and not memory")
-    return python(given.cpu, "-c", _SAMPLE, *numbers, "-q", "-p", "no:cacheprovider", *chosen, *paths)
+    return python(cpu, "-c", _SAMPLE, *numbers, "-q", "-p", "no:cacheprovider", *chosen, *paths)
 
 
 if __name__ == "__main__":
