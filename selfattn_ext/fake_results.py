@@ -32,7 +32,7 @@ def has_rows_outside(layout: Tensor) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     _, heads, rows, _ = layout.shape
-    # Where sizes depend on data, guessing wrong for one head or one row leaves every address the same.
+    # A size may depend on data. A wrong guess about one head or one row leaves every address the same.
     several = guard_or_true(heads > 1) and guard_or_true(rows > 1) and guard_or_true(layout.stride(1) != 0)
     return several and guard_or_false(layout.stride(1) < layout.stride(2))
 

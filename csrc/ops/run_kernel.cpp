@@ -60,9 +60,9 @@ cpu::ThreadPool thread_pool(double nanoseconds) {
 }
 
 double nanoseconds_of(const AttentionParams& p) {
-  // What a query, a sequence and a score cost by themselves; what a number of a query or an output costs, as
-  // it is transposed or rounded; what a key or a value costs when it is loaded, and a byte of it; what a byte
-  // costs when a query meets it.
+  // kQuery, kSequence and kScore are what each costs by itself. A number of a query or an output costs
+  // kNumber, as it is transposed or rounded. A key or a value costs kRow when it is loaded, and kLoaded for
+  // each byte, of a line at least; each byte costs kMet when a query meets it.
   constexpr double kQuery = 16, kSequence = 100, kScore = 1, kNumber = 3.0 / 16, kRow = 0.5,
                    kLoaded = 3.0 / 256, kLine = 64, kMet = 1.0 / 256;
   const double scores = count_of_scores(p);

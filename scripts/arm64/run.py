@@ -45,7 +45,7 @@ def build() -> None:
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": "aarch64",
         "CMAKE_CXX_COMPILER": userland.COMPILER,
-        # What torch's libraries ask of CUDA's is not looked for.
+        # The linker ignores which functions of CUDA torch's libraries need.
         "CMAKE_EXE_LINKER_FLAGS": "-Wl,--unresolved-symbols=ignore-in-shared-libs",
         "Python3_EXECUTABLE": sys.executable,
     }

@@ -234,7 +234,7 @@ class RowsAhead {
   };
 
  private:
-  // Where pages are larger than this, some prefetches are in vain and none is missing.
+  // On larger pages than this, some prefetches would be in vain, but none would be missing.
 #if defined(__APPLE__) && defined(__aarch64__)
   static constexpr int64_t kMemoryPage = 16384;
 #else
