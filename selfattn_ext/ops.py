@@ -31,6 +31,8 @@ __all__ = [
     "attention_jvp",
     "attention_scores",
     "attention_scores_backward",
+    "attention_statistics",
+    "attention_weight_sums",
     "attention_weights",
     "attention_with_cache",
     "basic_attention",
@@ -47,6 +49,7 @@ __all__ = [
     "packed_attention",
     "packed_attention_backward",
     "packed_attention_forward",
+    "statistics_with_cache",
 ]
 
 _Operator = TypeVar("_Operator", bound=Callable[..., Any])
@@ -115,6 +118,45 @@ def attention_weights(
 
 
 @_operator
+def attention_statistics(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results of attention_forward, row_top and row_mean (B,H,L): the largest score, and the sum of
+    weights times scores less row_max.
+    """
+    refuse_meta(query, key, value, *options.values())
+    out = empty_like(query, query.shape[2], value.shape[3])
+    residual = torch.empty_like(out) if need_residual and query.dtype in SIXTEEN_BITS else query.new_empty(0)
+    row_max, row_sum, row_top, row_mean = (empty_statistic(query) for _ in range(4))
+    return out, row_max, row_sum, residual, row_top, row_mean
+
+
+@_operator
+def attention_weight_sums(
+    query: Tensor,
+    key: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    scale: float,
+    *,
+    per_key: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The row statistics of a forward -> the sums of each key's weights before dropout (B,H,S).
+
+    With numbers per_key (B,H,S), they are the sums of each query's weights times these numbers (B,H,L). The
+    numbers of packed keys are (1,H,rows).
+    """
+    refuse_meta(query, key, row_max, row_sum, *options.values())
+    if per_key is not None:
+        return empty_statistic(query)
+    table, (_, heads, _) = options.get("block_table"), query.shape[:3]
+    keys = key.shape[2] if table is None else table.shape[1] * key.shape[2]
+    batch = key.shape[0] if table is None else table.shape[0]
+    return query.new_empty((batch, heads, keys), dtype=accumulation_dtype(query.dtype))
+
+
+@_operator
 def append_to_cache(
     key_cache: Tensor,
     value_cache: Tensor,
@@ -151,6 +193,23 @@ def attention_with_cache(
 
 
 direct_with_cache = _direct(attention_with_cache)
+
+
+@_operator
+def statistics_with_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results of attention_with_cache, row_top and row_mean."""
+    refuse_meta(query, key_cache, value_cache, key, value, *options.values())
+    out = empty_like(query, query.shape[2], value_cache.shape[3])
+    row_max, row_sum, row_top, row_mean = (empty_statistic(query) for _ in range(4))
+    return out, row_max, row_sum, row_top, row_mean
 
 
 @_operator

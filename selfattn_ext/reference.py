@@ -29,17 +29,21 @@ from torch import Tensor
 
 from .dropout_pattern import dropout_keep, philox4x32
 from .formula_steps import (
-    all_finite,
+    accumulation_dtype,
     both,
-    dot_visible,
+    default_scale,
     dropout,
+    final_scores,
+    mask_of_sequence,
     mix_visible,
+    numbers_of_sequence,
     product,
     repeat_heads,
     softmax_with_lse,
     split_mask,
 )
-from .masks import alibi_bias, visible_pairs
+from .masks import visible_pairs
+from .reference_statistics import AuxOutput, score_statistics, varlen_score_statistics
 
 __all__ = [
     "AttentionResult",
@@ -49,7 +53,9 @@ __all__ = [
     "dropout_keep",
     "masked_softmax",
     "philox4x32",
+    "score_statistics",
     "varlen_attention",
+    "varlen_score_statistics",
 ]
 
 
@@ -66,36 +72,6 @@ class AttentionResult(NamedTuple):
     out: Tensor
     weights: Tensor
     lse: Tensor
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, statistics and lse of inputs: float64 for float64, float32 for every other one.
-
-    Args:
-        dtype: that of the inputs.
-
-    Example:
-        >>> import torch
-        >>> from selfattn_ext import reference
-        >>> reference.accumulation_dtype(torch.bfloat16)
-        torch.float32
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def usable_softcap(softcap: float, dtype: torch.dtype) -> float:
-    """Returns the softcap as a number that arithmetic in ``dtype`` can divide by and multiply with.
-
-    A softcap near the largest number or beyond is off (0), as scores that it would change leave the softmax
-    no choice. One below the smallest normal number becomes that number, as both bound all scores to about 0.
-    """
-    limits = torch.finfo(dtype)
-    return 0.0 if softcap == 0.0 or softcap > limits.max / 1e8 else max(softcap, limits.tiny)
-
-
-def default_scale(head_dim: int) -> float:
-    """``1 / sqrt(E)``; 1 for E = 0, where every score is an empty sum and any factor leaves it 0."""
-    return head_dim**-0.5 if head_dim else 1.0
 
 
 def attention(
@@ -174,40 +150,22 @@ def attention(
         return AttentionResult(*(part.squeeze(0) for part in result))
 
     dtype = compute_dtype or accumulation_dtype(query.dtype)
-    q = query.to(dtype)
-    k = repeat_heads(key.to(dtype), query.size(-3))
     v = repeat_heads(value.to(dtype), query.size(-3))
-    length, keys = q.size(-2), k.size(-2)
-
-    # If there is no memory for the matrices of this formula, this fails before anything is computed.
-    q.new_empty((*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), length, keys))
-    seen = visible_pairs(
-        length,
-        keys,
+    scores, apart = final_scores(
+        query,
+        key,
+        attn_mask,
+        dtype,
+        v,
+        scale=scale,
         is_causal=is_causal,
         window_size=window_size,
         query_offset=query_offset,
-        device=q.device,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        score_function=score_function,
+        visible=visible,
     )
-    shown, bias = split_mask(attn_mask, dtype)
-    seen = both(both(seen, shown), visible)
-    # If an input is not finite, 0 * NaN can arise, so the products must leave out hidden pairs one by one.
-    apart = None if seen is None or all_finite(q, k, v) else seen
-
-    scores = (product(q, k.mT) if apart is None else dot_visible(q, k, apart)) * (
-        default_scale(q.size(-1)) if scale is None else scale
-    )
-    if softcap := usable_softcap(softcap, dtype):
-        scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
-        scores = scores + alibi_bias(alibi_slopes.to(dtype), length, keys, query_offset)
-    if score_function is not None:
-        scores = score_function(scores)
-    if bias is not None:
-        scores = scores + bias
-    if seen is not None:
-        scores = torch.where(seen, scores, -torch.inf)
-
     weights, lse = softmax_with_lse(scores, None if sinks is None else sinks.to(dtype))
     if dropout_p:
         assert dropout_seed is not None, "dropout_p > 0 needs a dropout_seed"
@@ -274,10 +232,10 @@ def varlen_attention(
             q,
             k,
             v,
-            _mask_of_sequence(attn_mask, b, q.size(1), k.size(1)),
+            mask_of_sequence(attn_mask, b, q.size(1), k.size(1)),
             query_offset=offsets[b],
-            alibi_slopes=_numbers_of_sequence(alibi_slopes, b),
-            sinks=_numbers_of_sequence(sinks, b),
+            alibi_slopes=numbers_of_sequence(alibi_slopes, b),
+            sinks=numbers_of_sequence(sinks, b),
             first_batch=b,
             score_function=score_function and functools.partial(score_function, b),
             visible=None if visible is None else visible(b, q.size(1), k.size(1)),
@@ -293,26 +251,6 @@ def varlen_attention(
     lses.append(query.new_full((query.size(1), rest), -torch.inf, dtype=lse_dtype))
     empty = query.new_zeros(0, query.size(1), max_seqlen_q, max_seqlen_k)
     return AttentionResult(torch.cat(outs), torch.stack(weights) if weights else empty, torch.cat(lses, -1))
-
-
-def _mask_of_sequence(
-    mask: Tensor | Sequence[Tensor] | None, sequence: int, length: int, keys: int
-) -> Tensor | None:
-    """The mask of one sequence, (..., length | 1, keys | 1)."""
-    if mask is None or not isinstance(mask, Tensor):
-        return None if mask is None else mask[sequence]
-    if mask.dim() == 4:
-        mask = mask[min(sequence, mask.size(0) - 1)]
-    if mask.dim() >= 2 and mask.size(-2) > 1:
-        mask = mask[..., :length, :]
-    return mask[..., :keys] if mask.dim() and mask.size(-1) > 1 else mask
-
-
-def _numbers_of_sequence(numbers: Tensor | None, sequence: int) -> Tensor | None:
-    """The numbers per head of one sequence, from (H,) or (B | 1, H)."""
-    if numbers is None or numbers.dim() < 2:
-        return numbers
-    return numbers[min(sequence, numbers.size(0) - 1)]
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:

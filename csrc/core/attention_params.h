@@ -129,8 +129,10 @@ struct AttentionParams {
 
   Sequences sequences;
   Pages pages;
-  // The stride of heads in arrays of row statistics: queries, or all rows of a packed query.
+  // The strides of heads in arrays of a number per query, and per key: queries and keys, or all rows of a
+  // packed query or key.
   int64_t rows_per_head = 0;
+  int64_t keys_per_head = 0;
 
   // It changes scores once they are scaled, capped and sloped; mask and windows come after it.
   ScoreFunction function;
@@ -138,6 +140,10 @@ struct AttentionParams {
   // Returns the place of a query in arrays of row statistics.
   SELFATTN_HOST_DEVICE int64_t row(int64_t batch_index, int64_t head, int64_t query_index) const {
     return (batch_index * heads + head) * rows_per_head + query_index;
+  }
+  // Returns the place of a key in arrays of a number per query head and key.
+  SELFATTN_HOST_DEVICE int64_t key_place(int64_t batch_index, int64_t head, int64_t key_index) const {
+    return (batch_index * heads + head) * keys_per_head + key_index;
   }
   SELFATTN_HOST_DEVICE int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
 };
@@ -153,6 +159,9 @@ struct ForwardOutputs {
   // it the backward knows rowsum(grad_out * out) to float accuracy, so that gradients carry no rounding but
   // their own.
   void* out_residual = nullptr;
+  // Nullable, together; row statistics, see Note [Statistics of scores].
+  void* row_top = nullptr;
+  void* row_mean = nullptr;
 };
 
 struct WeightsOutputs {
@@ -160,6 +169,30 @@ struct WeightsOutputs {
   const void* row_sum = nullptr;
   View weights;  // (batch, heads, queries, keys), last stride 1; zeros on entry if elements differ in
                  // length
+};
+
+// Note [Statistics of scores]
+// With s the scores of a row as the softmax takes them, m its row_max and p its weights before dropout, the
+// forward gives row_top, the largest s of a visible key, and row_mean, the sum of p (s - m) over visible keys
+// and the sink. row_max may be the sink, row_top is not. Both terms of the entropy, log(row_sum) - row_mean,
+// are at least 0, so that nothing cancels; the mean of s and the entropy follow from these four numbers.
+//
+// Gradients of such numbers are gradients of scores: dS = P (dP - delta) becomes
+//
+//     dS_ij = P_ij (dP_ij + grad_mean_i (s_ij - m_i) + grad_keys_j - delta_i),
+//
+// where dP comes after dropout, and what the rows have in common is in delta, by grad_row. A sink has no dP:
+// its dS is P_sink (grad_sink_i - delta_i). autograd/statistics.py derives the three arrays.
+
+// Sums of the weights before dropout, from the forward's statistics. All arrays are of the accumulation type.
+struct WeightSums {
+  const void* row_max = nullptr;
+  const void* row_sum = nullptr;
+  // Either of_keys, the sum of each key's weights over all queries, or of_queries, the sum of a query's
+  // weights times the numbers per_key. The other one is null.
+  void* of_keys = nullptr;          // (batch, heads, keys), or (heads, rows) if keys are packed
+  const void* per_key = nullptr;    // laid out as of_keys
+  void* of_queries = nullptr;       // laid out as row_max
 };
 
 struct BackwardArguments {
@@ -170,6 +203,11 @@ struct BackwardArguments {
   const void* row_sum = nullptr;
   const void* grad_row = nullptr;  // nullable; laid out as row_max, added to rowsum(grad_out * out)
   View grad_weights;               // nullable; (batch, heads, queries, keys), any strides, the params' dtype
+  // Nullable; see Note [Statistics of scores]. grad_keys is laid out as WeightSums::of_keys, the others as
+  // row_max.
+  const void* grad_mean = nullptr;
+  const void* grad_sink = nullptr;
+  const void* grad_keys = nullptr;
 
   View grad_query;  // shaped as query, dense, last stride 1
   View grad_key;

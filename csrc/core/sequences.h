@@ -99,6 +99,11 @@ inline SELFATTN_HOST_DEVICE int64_t first_row_of(const AttentionParams& p, int64
   return p.sequences.query_starts != nullptr ? queries_of(p, b).first : p.row(b, 0, 0);
 }
 
+// Returns where the numbers per key of element b begin.
+inline SELFATTN_HOST_DEVICE int64_t first_key_of(const AttentionParams& p, int64_t b) {
+  return p.sequences.key_starts != nullptr ? keys_of(p, b).first : p.key_place(b, 0, 0);
+}
+
 // Returns batch element b as a call of its own.
 inline SELFATTN_HOST_DEVICE AttentionParams element_of(const AttentionParams& p, int64_t b) {
   AttentionParams element = p;
@@ -135,6 +140,8 @@ inline SELFATTN_HOST_DEVICE ForwardOutputs element_of(const ForwardOutputs& outp
                                packed ? first * outputs.out.stride[2] : b * outputs.out.stride[0], p.dtype);
   element.row_max = moved(outputs.row_max, row, statistics_dtype(p.dtype));
   element.row_sum = moved(outputs.row_sum, row, statistics_dtype(p.dtype));
+  element.row_top = moved(outputs.row_top, row, statistics_dtype(p.dtype));
+  element.row_mean = moved(outputs.row_mean, row, statistics_dtype(p.dtype));
   return element;
 }
 
@@ -145,6 +152,19 @@ inline SELFATTN_HOST_DEVICE WeightsOutputs element_of(const WeightsOutputs& outp
   element.row_max = moved(outputs.row_max, row, statistics_dtype(p.dtype));
   element.row_sum = moved(outputs.row_sum, row, statistics_dtype(p.dtype));
   element.weights = element_of(outputs.weights, b, false, 0);
+  return element;
+}
+
+inline SELFATTN_HOST_DEVICE WeightSums element_of(const WeightSums& sums, const AttentionParams& p,
+                                                  int64_t b) {
+  WeightSums element = sums;
+  const int64_t row = first_row_of(p, b), key = first_key_of(p, b);
+  const DType statistics = statistics_dtype(p.dtype);
+  element.row_max = moved(sums.row_max, row, statistics);
+  element.row_sum = moved(sums.row_sum, row, statistics);
+  element.of_keys = moved(sums.of_keys, key, statistics);
+  element.per_key = moved(sums.per_key, key, statistics);
+  element.of_queries = moved(sums.of_queries, row, statistics);
   return element;
 }
 
@@ -163,6 +183,9 @@ inline SELFATTN_HOST_DEVICE BackwardArguments element_of(const BackwardArguments
   element.row_sum = moved(a.row_sum, row, statistics);
   element.grad_row = moved(a.grad_row, row, statistics);
   element.grad_weights = element_of(a.grad_weights, b, false, 0);
+  element.grad_mean = moved(a.grad_mean, row, statistics);
+  element.grad_sink = moved(a.grad_sink, row, statistics);
+  element.grad_keys = moved(a.grad_keys, first_key_of(p, b), statistics);
   element.grad_query = element_of(a.grad_query, b, packed_queries, query);
   element.grad_key = element_of(a.grad_key, b, packed_keys, key);
   element.grad_value = element_of(a.grad_value, b, packed_keys, key);
@@ -204,6 +227,8 @@ inline WeightsOutputs launch_of(const WeightsOutputs& outputs, const AttentionPa
   one.weights = element_of(outputs.weights, b, false, 0);
   return one;
 }
+
+inline WeightSums launch_of(const WeightSums& sums, const AttentionParams&, int64_t) { return sums; }
 
 inline BackwardArguments launch_of(const BackwardArguments& a, const AttentionParams& p, int64_t b) {
   BackwardArguments one = a;

@@ -18,6 +18,7 @@ struct Kernel {
 
   void (*forward)(const AttentionParams&, const ForwardOutputs&, const ThreadPool&);
   void (*weights)(const AttentionParams&, const WeightsOutputs&, const ThreadPool&);
+  void (*weight_sums)(const AttentionParams&, const WeightSums&, const ThreadPool&);
   size_t (*backward_workspace)(const AttentionParams&);
   void (*backward)(const AttentionParams&, const BackwardArguments&, const ThreadPool&);
   // Adds to the gradients; nullptr if score functions are unsupported.
@@ -36,7 +37,7 @@ struct Kernel {
   // Tells people which kernel computes such a call in this one's place; it returns nullptr if this one does.
   // The pointer is null for kernels that never hand a call on.
   const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
-  // The options that forward, weights and backward apply: Note [Declared options] in core/options.h. A kernel
+  // The options that forward, weights, weight_sums and backward apply: Note [Declared options] in core/options.h. A kernel
   // that lacks some of kSequenceOptions gets one element of a batch at a time.
   OptionSet options;
   // The kernel that replaces this one if its instruction set is forced: it computes all calls that it can,

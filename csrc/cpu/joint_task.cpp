@@ -40,6 +40,8 @@ template std::vector<ElementCall<ForwardOutputs>> element_calls(const AttentionP
                                                                 int64_t, int64_t);
 template std::vector<ElementCall<WeightsOutputs>> element_calls(const AttentionParams&, const WeightsOutputs&,
                                                                 int64_t, int64_t);
+template std::vector<ElementCall<WeightSums>> element_calls(const AttentionParams&, const WeightSums&,
+                                                            int64_t, int64_t);
 template std::vector<ElementCall<BackwardArguments>> element_calls(const AttentionParams&,
                                                                    const BackwardArguments&, int64_t,
                                                                    int64_t);

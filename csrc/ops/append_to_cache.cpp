@@ -217,10 +217,9 @@ void append_to_cache(StableIValue* values, uint64_t, uint64_t) {
   Append(tensors, false).run();
 }
 
-// append_to_cache and attention_forward as one step of a decoder. Everything that either of them could refuse
-// is refused before the first write, so that a wrong argument leaves the cache as it was. A step also costs
-// only one call.
-void attention_with_cache(StableIValue* values, uint64_t, uint64_t) {
+namespace {
+
+void attend_with_cache(StableIValue* values, bool with_statistics) {
   Stack stack(values);
   TensorHandle query = stack.tensor();
   const TensorHandle key_cache = stack.tensor();
@@ -245,10 +244,30 @@ void attention_with_cache(StableIValue* values, uint64_t, uint64_t) {
   Output out = call.allocate_out("out");
   Output row_max = call.allocate_statistic("row_max");
   Output row_sum = call.allocate_statistic("row_sum");
+  Output row_top, row_mean;
+  if (with_statistics) {
+    row_top = call.allocate_statistic("row_top");
+    row_mean = call.allocate_statistic("row_mean");
+  }
   if (need_weights) call.require_weights();
   append.run();
-  run_forward(call, options.kernel_name, out, row_max.data, row_sum.data, nullptr);
-  stack.put(out.handle, row_max.handle, row_sum.handle);
+  run_forward(call, options.kernel_name, out,
+              {{}, row_max.data, row_sum.data, nullptr, row_top.data, row_mean.data});
+  if (with_statistics) {
+    stack.put(out.handle, row_max.handle, row_sum.handle, row_top.handle, row_mean.handle);
+  } else {
+    stack.put(out.handle, row_max.handle, row_sum.handle);
+  }
 }
+
+}  // namespace
+
+// append_to_cache and attention_forward as one step of a decoder. Everything that either of them could refuse
+// is refused before the first write, so that a wrong argument leaves the cache as it was. A step also costs
+// only one call.
+void attention_with_cache(StableIValue* values, uint64_t, uint64_t) { attend_with_cache(values, false); }
+
+// The same with attention_statistics.
+void statistics_with_cache(StableIValue* values, uint64_t, uint64_t) { attend_with_cache(values, true); }
 
 }  // namespace selfattn::ops

@@ -236,6 +236,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
     p.value = plain_view(*value, p.dtype);
   }
   p.rows_per_head = p.queries;
+  p.keys_per_head = p.keys;
   if (options.has_lengths()) add_sequences(p, query, key, options);
   check_index_range(p);
 
@@ -269,6 +270,13 @@ Output allocate_weights(const AttentionParams& p, Device device) {
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params) {
   check_dtype(input, accumulation_dtype(params.dtype));
   check_shape(input, {query_batch(params), params.heads, query_rows(params)});
+  if (!is_contiguous(input)) make_contiguous(handle, input);
+  return input.data;
+}
+
+const void* numbers_per_key(TensorHandle& handle, Input& input, const AttentionParams& params) {
+  check_dtype(input, accumulation_dtype(params.dtype));
+  check_shape(input, {key_batch(params), params.heads, params.keys_per_head});
   if (!is_contiguous(input)) make_contiguous(handle, input);
   return input.data;
 }

@@ -54,6 +54,8 @@ void add_query_and_key(Params& p, const Input& query, const Input& key) {
 // call, or one batch of all rows where they are packed.
 int64_t query_batch(const AttentionParams& params);
 int64_t query_rows(const AttentionParams& params);
+// The batch of arrays of a number per query head and key: (batch, heads, keys), or one batch of all rows.
+int64_t key_batch(const AttentionParams& params);
 // Whether packed tensors have, or may have, rows behind the last sequence. Results have zeros there.
 bool leaves_rows_out(const AttentionParams& params, Device device);
 
@@ -62,6 +64,9 @@ Output allocate_weights(const AttentionParams& params, Device device);
 
 // (batch, heads, queries) statistics in the accumulation type; a copy is made where they are not contiguous.
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params);
+
+// The same for (batch, heads, keys) numbers.
+const void* numbers_per_key(TensorHandle& handle, Input& input, const AttentionParams& params);
 
 // The same for a (2, batch, heads, queries) tensor of row_max and row_sum.
 std::pair<const void*, const void*> pair_of_row_statistics(TensorHandle& handle, Input& input,

@@ -49,6 +49,13 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
 
 }  // namespace
 
+void BackwardTensors::take_optional(Stack& stack) {
+  for (TensorHandle* tensor :
+       {&out_residual, &grad_row, &grad_weights, &grad_mean, &grad_sink, &grad_keys}) {
+    *tensor = stack.optional_tensor();
+  }
+}
+
 BackwardCall::BackwardCall(BackwardTensors& t, double scale, const Options& options)
     : query(seen(inspect("query", t.query), options, forms[0])),
       key(seen(inspect("key", t.key, query), options, forms[1])),
@@ -83,6 +90,12 @@ BackwardCall::BackwardCall(BackwardTensors& t, double scale, const Options& opti
     a.row_sum = row_statistic("row_sum", t.row_sum);
   }
   if (t.grad_row) a.grad_row = row_statistic("grad_row", t.grad_row);
+  if (t.grad_mean) a.grad_mean = row_statistic("grad_mean", t.grad_mean);
+  if (t.grad_sink) a.grad_sink = row_statistic("grad_sink", t.grad_sink);
+  if (t.grad_keys) {
+    Input grad_keys = inspect("grad_keys", t.grad_keys, query);
+    a.grad_keys = numbers_per_key(t.grad_keys, grad_keys, p);
+  }
   if (t.grad_weights) {
     const Input grad_weights = inspect("grad_weights", t.grad_weights, query);
     check_shape(grad_weights, {p.batch, p.heads, p.queries, p.keys});
@@ -160,9 +173,7 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t) {
   tensors.row_max = stack.tensor();
   tensors.row_sum = stack.tensor();
   const double scale = stack.number();
-  tensors.out_residual = stack.optional_tensor();
-  tensors.grad_row = stack.optional_tensor();
-  tensors.grad_weights = stack.optional_tensor();
+  tensors.take_optional(stack);
   const bool need_mask_grad = stack.flag();
   const Options options(stack);
 
@@ -215,9 +226,7 @@ void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t) {
   const double scale = stack.number();
   const std::vector<int64_t> sizes = stack.integers();
   const int64_t exclusive = stack.integer();
-  tensors.out_residual = stack.optional_tensor();
-  tensors.grad_row = stack.optional_tensor();
-  tensors.grad_weights = stack.optional_tensor();
+  tensors.take_optional(stack);
   const Options options(stack);
 
   const BackwardCall call(tensors, scale, options);

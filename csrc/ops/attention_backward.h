@@ -21,6 +21,10 @@ struct BackwardTensors {
   TensorHandle out_residual;      // nullable
   TensorHandle grad_row;          // nullable
   TensorHandle grad_weights;      // nullable
+  TensorHandle grad_mean, grad_sink, grad_keys;  // nullable, see Note [Statistics of scores]
+
+  // Takes the optional ones off the stack.
+  void take_optional(Stack& stack);
 };
 
 // The inputs of a backward kernel; GradientResults adds the results.

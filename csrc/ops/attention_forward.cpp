@@ -39,14 +39,15 @@ void ForwardCall::require_weights() const {
   allocate_weights(p, query.device);
 }
 
-void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, void* row_max, void* row_sum,
-                 void* residual) {
+void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, ForwardOutputs results) {
   const Device device = call.query.device;
-  engine_of(device).forward(kernel.text, call.params,
-                            ForwardOutputs{out.view(call.params.dtype), row_max, row_sum, residual}, device);
+  results.out = out.view(call.params.dtype);
+  engine_of(device).forward(kernel.text, call.params, results, device);
 }
 
-void attention_forward(StableIValue* values, uint64_t, uint64_t) {
+namespace {
+
+void forward(StableIValue* values, bool with_statistics) {
   Stack stack(values);
   const TensorHandle query = stack.tensor();
   const TensorHandle key = stack.tensor();
@@ -61,14 +62,29 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   Output out = call.allocate_out("out");
   Output row_max = call.allocate_statistic("row_max");
   Output row_sum = call.allocate_statistic("row_sum");
+  Output row_top, row_mean;
+  if (with_statistics) {
+    row_top = call.allocate_statistic("row_top");
+    row_mean = call.allocate_statistic("row_mean");
+  }
   if (need_weights) call.require_weights();
-  const bool has_residual = need_residual && call.rounds();
-  Output residual =
-      has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype, call.query.device);
-  run_forward(call, options.kernel_name, out, row_max.data, row_sum.data,
-              has_residual ? residual.data : nullptr);
-  stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle);
+  Output residual = need_residual && call.rounds() ? call.allocate_out("out_residual")
+                                                   : allocate_nothing(p.dtype, call.query.device);
+  run_forward(call, options.kernel_name, out,
+              {{}, row_max.data, row_sum.data, residual.data, row_top.data, row_mean.data});
+  if (with_statistics) {
+    stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle, row_top.handle, row_mean.handle);
+  } else {
+    stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle);
+  }
 }
+
+}  // namespace
+
+void attention_forward(StableIValue* values, uint64_t, uint64_t) { forward(values, false); }
+
+// The same, with row_top and row_mean of Note [Statistics of scores] in core/attention_params.h.
+void attention_statistics(StableIValue* values, uint64_t, uint64_t) { forward(values, true); }
 
 void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);

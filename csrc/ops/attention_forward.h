@@ -28,8 +28,7 @@ struct ForwardCall {
   bool rounds() const { return params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16; }
 };
 
-// residual is nullable.
-void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, void* row_max, void* row_sum,
-                 void* residual);
+// row_max and row_sum are wanted; what else is null is not.
+void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, ForwardOutputs results);
 
 }  // namespace selfattn::ops

@@ -152,8 +152,7 @@ void basic_attention(StableIValue* values, uint64_t, uint64_t) {
   Output out = call.allocate_out("out");
   const int64_t bytes = call.rows() * size_of(accumulation_dtype(call.params.dtype));
   const Scratch statistics("the row statistics", 2 * bytes, call.query.device);
-  run_forward(call, arguments.options.kernel_name, out, statistics.data(), statistics.data() + bytes,
-              nullptr);
+  run_forward(call, arguments.options.kernel_name, out, {{}, statistics.data(), statistics.data() + bytes});
   stack.put(out.handle);
 }
 
@@ -174,8 +173,8 @@ void basic_attention_forward(StableIValue* values, uint64_t, uint64_t) {
     residual.handle = nothing();
   }
   char* row_max = static_cast<char*>(statistics.data);
-  run_forward(call, arguments.options.kernel_name, out, row_max, row_max + statistics.bytes / 2,
-              residual.data);
+  run_forward(call, arguments.options.kernel_name, out,
+              {{}, row_max, row_max + statistics.bytes / 2, residual.data});
   if (kKind == Basic::kPacked) {
     stack.put(out.handle, statistics.handle, residual.handle, arguments.options.offsets);
   } else {

@@ -68,6 +68,13 @@ void weights(const char* kernel, const AttentionParams& p, const WeightsOutputs&
   });
 }
 
+void weight_sums(const char* kernel, const AttentionParams& p, const WeightSums& sums, Device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  for_each_call(chosen, p, sums, [&](const AttentionParams& call, const WeightSums& results) {
+    if (call.keys > 0) run_kernel(chosen.weight_sums, call, results);
+  });
+}
+
 // Runs a function of the kernel table that takes parameters alone.
 template <auto kFunction, class Params>
 void run(const char* kernel, const Params& p, Device) {
@@ -163,6 +170,7 @@ std::string refusals(const char* kernel, const AttentionParams& p, Device) {
 
 constexpr Engine kCpuEngine = {&forward,
                                &weights,
+                               &weight_sums,
                                &run<&cpu::Kernel::scores>,
                                &run<&cpu::Kernel::masked_softmax>,
                                &backward,

@@ -19,6 +19,8 @@ namespace selfattn::ops {
 struct Engine {
   void (*forward)(const char* kernel, const AttentionParams&, const ForwardOutputs&, Device);
   void (*weights)(const char* kernel, const AttentionParams&, const WeightsOutputs&, Device);
+  // Nothing runs without queries or keys.
+  void (*weight_sums)(const char* kernel, const AttentionParams&, const WeightSums&, Device);
   void (*scores)(const char* kernel, const ScoresParams&, Device);
   void (*masked_softmax)(const char* kernel, const SoftmaxParams&, Device);
   // Gives the arguments their workspace. Nothing runs without queries. Without keys a kernel runs, because it

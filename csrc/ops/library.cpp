@@ -15,23 +15,36 @@
 // error now, before anything is computed or written.
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
   const std::string options = selfattn::ops::Options::schema();
+  // Gradients of statistics of scores, see Note [Statistics of scores].
+  const std::string statistics = "Tensor? grad_mean=None, Tensor? grad_sink=None, Tensor? grad_keys=None, ";
   const auto define = [&library](const std::string& schema) { library.def(schema.c_str()); };
   define(
       "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, "
       "bool need_residual=False, bool need_weights=False, " +
       options + ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
+  // The same with two more numbers of each row: Note [Statistics of scores] in csrc/core/attention_params.h.
+  define(
+      "attention_statistics(Tensor query, Tensor key, Tensor value, float scale, *, "
+      "bool need_residual=False, bool need_weights=False, " +
+      options +
+      ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual, Tensor row_top, "
+      "Tensor row_mean)");
   // Returns a text for people: a line per kernel of the device, best first, that says why the kernel does not
   // take this call. The line is empty if it does.
   define("attention_refusals(Tensor query, Tensor key, Tensor value, float scale, *, " + options +
          ") -> str");
   define("attention_weights(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, " +
          options + ") -> Tensor");
+  // Returns the sum of each key's weights before dropout, (B,H,S) or, of packed keys, (1,H,rows). With per_key
+  // of that shape it returns the sum of each query's weights times these numbers, shaped as row_max.
+  define("attention_weight_sums(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, "
+         "Tensor? per_key=None, " +
+         options + ") -> Tensor");
   define(
       "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor row_max, Tensor row_sum, float scale, *, "
-      "Tensor? out_residual=None, Tensor? grad_row=None, Tensor? grad_weights=None, "
-      "bool need_mask_grad=False, " +
-      options +
+      "Tensor? out_residual=None, Tensor? grad_row=None, Tensor? grad_weights=None, " +
+      statistics + "bool need_mask_grad=False, " + options +
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
       "Tensor grad_mask, Tensor grad_slopes, Tensor grad_sinks)");
   // Computes attention_forward and its forward mode; a tangent that is missing is 0.
@@ -56,7 +69,7 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "attention_captured_gradients(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor row_max, Tensor row_sum, float scale, *, SymInt[] captured_sizes, int exclusive=0, "
       "Tensor? out_residual=None, Tensor? grad_row=None, Tensor? grad_weights=None, " +
-      options + ") -> Tensor");
+      statistics + options + ") -> Tensor");
   // Of the basic operators, those called causal have the causal rule, and those called masked have a mask,
   // which broadcasts to (B,H,L,S) and whose first dimensions may be missing. Overloads of one name would be
   // shorter, but torch 2.13 aborts when a library with three of one name is unloaded.
@@ -99,6 +112,12 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "attention_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, "
       "Tensor value, float scale, *, bool need_weights=False, " +
       options + ") -> (Tensor out, Tensor row_max, Tensor row_sum)");
+  // The same with attention_statistics.
+  define(
+      "statistics_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, "
+      "Tensor value, float scale, *, bool need_weights=False, " +
+      options +
+      ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor row_top, Tensor row_mean)");
   define("attention_scores(Tensor query, Tensor key, float scale, *, str kernel_name=\"\") -> Tensor");
   define(
       "attention_scores_backward(Tensor grad_scores, Tensor query, Tensor key, float scale, *, "

@@ -8,14 +8,17 @@
 namespace selfattn::ops {
 
 void attention_forward(StableIValue* values, uint64_t, uint64_t);
+void attention_statistics(StableIValue* values, uint64_t, uint64_t);
 void attention_backward(StableIValue* values, uint64_t, uint64_t);
 void attention_jvp(StableIValue* values, uint64_t, uint64_t);
 void attention_backward_backward(StableIValue* values, uint64_t, uint64_t);
 void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t);
 void attention_refusals(StableIValue* values, uint64_t, uint64_t);
 void attention_weights(StableIValue* values, uint64_t, uint64_t);
+void attention_weight_sums(StableIValue* values, uint64_t, uint64_t);
 void append_to_cache(StableIValue* values, uint64_t, uint64_t);
 void attention_with_cache(StableIValue* values, uint64_t, uint64_t);
+void statistics_with_cache(StableIValue* values, uint64_t, uint64_t);
 void attention_scores(StableIValue* values, uint64_t, uint64_t);
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax(StableIValue* values, uint64_t, uint64_t);
@@ -34,14 +37,17 @@ void basic_attention_backward(StableIValue* values, uint64_t, uint64_t);
 template <class Library>
 void implement_operators(Library& library) {
   library.impl("attention_forward", &attention_forward);
+  library.impl("attention_statistics", &attention_statistics);
   library.impl("attention_backward", &attention_backward);
   library.impl("attention_jvp", &attention_jvp);
   library.impl("attention_backward_backward", &attention_backward_backward);
   library.impl("attention_captured_gradients", &attention_captured_gradients);
   library.impl("attention_refusals", &attention_refusals);
   library.impl("attention_weights", &attention_weights);
+  library.impl("attention_weight_sums", &attention_weight_sums);
   library.impl("append_to_cache", &append_to_cache);
   library.impl("attention_with_cache", &attention_with_cache);
+  library.impl("statistics_with_cache", &statistics_with_cache);
   library.impl("attention_scores", &attention_scores);
   library.impl("attention_scores_backward", &attention_scores_backward);
   library.impl("masked_softmax", &masked_softmax);

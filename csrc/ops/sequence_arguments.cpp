@@ -151,6 +151,7 @@ void add_sequences(AttentionParams& p, const Input& query, const Input& key, con
     if (on_host(query.device)) check_range("query_offsets", s.query_offsets, batch, -kMost, kMost);
   }
   p.rows_per_head = query_rows(p);
+  p.keys_per_head = s.key_starts != nullptr ? s.key_rows : p.keys;
 }
 
 std::vector<OwnMask> own_masks(const std::vector<int64_t>& shapes) {
@@ -206,6 +207,8 @@ void add_own_masks(AttentionParams& p, const Input& mask, const Options& options
 }
 
 int64_t query_batch(const AttentionParams& p) { return p.sequences.query_starts != nullptr ? 1 : p.batch; }
+
+int64_t key_batch(const AttentionParams& p) { return p.sequences.key_starts != nullptr ? 1 : p.batch; }
 
 int64_t query_rows(const AttentionParams& p) {
   return p.sequences.query_starts != nullptr ? p.sequences.query_rows : p.queries;

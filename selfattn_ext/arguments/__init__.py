@@ -32,6 +32,7 @@ from .prepared import (
     joined_masks,
     keywords_of,
     prepare,
+    statistics_formula,
     with_options,
 )
 from .refusals import REFUSALS, explained
@@ -69,5 +70,6 @@ __all__ = [
     "sequence_checks",
     "shapes",
     "split_blocks",
+    "statistics_formula",
     "with_options",
 ]

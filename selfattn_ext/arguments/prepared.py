@@ -23,6 +23,7 @@ __all__ = [
     "joined_masks",
     "keywords_of",
     "prepare",
+    "statistics_formula",
     "with_options",
 ]
 
@@ -110,38 +111,69 @@ def formula(
     sequences.
     """
     query, key, value, mask, slopes, sinks, seed = tensors
-    options: Keywords = {
-        "scale": scale,
-        "is_causal": keywords.get("is_causal", False),
-        "window_size": (keywords.get("window_left", -1), keywords.get("window_right", -1)),
-        "query_offset": keywords.get("query_offset", 0),
-        "softcap": keywords.get("softcap", 0.0),
-        "alibi_slopes": slopes,
-        "sinks": sinks,
-        "dropout_p": keywords.get("dropout_p", 0.0),
-        "dropout_seed": seed,
-        "score_function": score_function,
-        "visible": visible,
-    }
+    options = _formula_options(tensors, scale, keywords, score_function, visible)
+    options |= {"dropout_p": keywords.get("dropout_p", 0.0), "dropout_seed": seed}
     if not is_packed(keywords):
         return reference.attention(query, key, value, mask, **options)
-    if "query_offsets" in keywords:
-        options["query_offset"] = keywords["query_offsets"]
-    masks = (
-        _own_masks(mask, keywords["mask_shapes"]) if mask is not None and "mask_shapes" in keywords else mask
-    )
     out, weights, lse = reference.varlen_attention(
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
+        *map(_packed_rows, (query, key, value)),
         keywords["cu_seqlens_q"],
         keywords["cu_seqlens_k"],
         keywords["max_seqlen_q"],
         keywords["max_seqlen_k"],
-        masks,
+        _masks(mask, keywords),
         **options,
     )
     return reference.AttentionResult(out.transpose(0, 1).unsqueeze(0), weights, lse.unsqueeze(0))
+
+
+def statistics_formula(
+    tensors: Tensors,
+    scale: float,
+    keywords: Keywords,
+    score_function: Callable[..., Tensor] | None = None,
+    visible: Any = None,
+) -> reference.AuxOutput:
+    """Computes all statistics of the same call by :func:`selfattn_ext.reference.score_statistics`."""
+    query, key, mask = tensors.query, tensors.key, tensors.mask
+    options = _formula_options(tensors, scale, keywords, score_function, visible)
+    if not is_packed(keywords):
+        return reference.score_statistics(query, key, mask, **options)
+    found = reference.varlen_score_statistics(
+        _packed_rows(query),
+        _packed_rows(key),
+        keywords["cu_seqlens_q"],
+        keywords["cu_seqlens_k"],
+        _masks(mask, keywords),
+        **options,
+    )
+    return reference.AuxOutput(*(None if part is None else part.unsqueeze(0) for part in found))
+
+
+def _formula_options(
+    tensors: Tensors, scale: float, keywords: Keywords, score_function: Any, visible: Any
+) -> Keywords:
+    """The options that every formula has."""
+    return {
+        "scale": scale,
+        "is_causal": keywords.get("is_causal", False),
+        "window_size": (keywords.get("window_left", -1), keywords.get("window_right", -1)),
+        "query_offset": keywords.get("query_offsets", keywords.get("query_offset", 0)),
+        "softcap": keywords.get("softcap", 0.0),
+        "alibi_slopes": tensors.slopes,
+        "sinks": tensors.sinks,
+        "score_function": score_function,
+        "visible": visible,
+    }
+
+
+def _packed_rows(tensor: Tensor) -> Tensor:
+    return tensor.squeeze(0).transpose(0, 1)
+
+
+def _masks(mask: OptionalTensor, keywords: Keywords) -> Any:
+    """The mask of packed sequences, or a mask for each of them."""
+    return mask if mask is None or "mask_shapes" not in keywords else _own_masks(mask, keywords["mask_shapes"])
 
 
 def is_packed(keywords: Keywords) -> bool:

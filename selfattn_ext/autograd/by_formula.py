@@ -16,7 +16,7 @@ from ..arguments import formula
 from .differentiated import COTANGENTS, SOURCES, TANGENTS, Inputs
 from .forward_levels import pushed
 
-__all__ = ["attention", "gradients", "pull", "push", "second_gradients", "tangents"]
+__all__ = ["attention", "gradients", "pull", "pulled", "push", "second_gradients", "tangents"]
 
 #: A function of the tensors in Inputs that are not None; each one says which results it returns.
 Formula = Callable[[Inputs], tuple[Tensor, ...]]
@@ -41,7 +41,7 @@ def gradients(given: Inputs, names: Sequence[str] | None = None) -> tuple[Tensor
         named = dict(zip(COTANGENTS, attention(given), strict=True))
         return tuple(named[name] for name in incoming)
 
-    return _pulled(results, given, given.wanted() if names is None else names, given.all_of(incoming))
+    return pulled(results, given, given.wanted() if names is None else names, given.all_of(incoming))
 
 
 def second_gradients(given: Inputs) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ def second_gradients(given: Inputs) -> tuple[Tensor, ...]:
     def along(given: Inputs) -> tuple[Tensor, ...]:
         return gradients(given, names)
 
-    return _pulled(along, given, [*given.wanted(), *given.present(COTANGENTS)], directions)
+    return pulled(along, given, [*given.wanted(), *given.present(COTANGENTS)], directions)
 
 
 def tangents(given: Inputs) -> tuple[Tensor, ...]:
@@ -73,9 +73,10 @@ def _of_points(function: Formula, given: Inputs, names: Sequence[str]) -> Callab
     return lambda *points: function(given._replace(**dict(zip(names, points, strict=True))))
 
 
-def _pulled(
+def pulled(
     function: Formula, given: Inputs, names: Sequence[str], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
+    """Returns the gradients of the tensors of these names, given those of a function's results."""
     return torch.func.vjp(_of_points(function, given, names), *given.all_of(names))[1](tuple(cotangents))
 
 

@@ -41,7 +41,8 @@ class BackwardTask {
         chunks(chunk_count<P>(params)),
         heads_kv(params.batch * params.kv_heads),
         takes_paired(options_of(params).within(kPairedOptions) && arguments.grad_weights.data == nullptr &&
-                     arguments.grad_slopes_rows == nullptr && !MaskSum<P>::takes(arguments)),
+                     arguments.grad_slopes_rows == nullptr &&
+                     !has_gradients_of_statistics(arguments) && !MaskSum<P>::takes(arguments)),
         mask_sum(params, arguments, chunk, chunks, sharers),
         strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
     for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
@@ -339,9 +340,11 @@ class BackwardTask {
   void sink_gradients(const GradientStrip<P>& strip) const {
     if (a.grad_sinks_rows == nullptr) return;
     const T sink = head_scalar<T>(p.sinks, strip.batch, strip.head);
-    T* rows = static_cast<T*>(a.grad_sinks_rows) + strip.row(p);
+    const int64_t row = strip.row(p);
+    T* rows = static_cast<T*>(a.grad_sinks_rows) + row;
     for (int64_t lane = 0; lane < strip.count; ++lane) {
-      rows[lane] = sink_gradient(sink, strip.row_max[lane], strip.inverse_sum[lane], strip.delta[lane]);
+      rows[lane] = sink_gradient(a, row + lane, sink, strip.row_max[lane], strip.inverse_sum[lane],
+                                 strip.delta[lane]);
     }
   }
 };

@@ -34,7 +34,8 @@ struct DecodeTask {
   int64_t item_heads, item_chunks;
   int64_t parts, runs;  // of the heads, and of the chunks
   // States of several chunks, [batch * heads][chunks][queries]; those of `out` have [padded value_dim] more.
-  T *row_max, *row_sum, *out;
+  RowSoftmax<T>* softmax;
+  T* out;
   int64_t queries_size, out_stride;  // sizes of a kv head's queries and of an output row
   int64_t sums_stride;               // in whole vectors, also those of pairs
 
@@ -46,7 +47,7 @@ struct DecodeTask {
     return chunks == 1 ? 0 : p.batch * p.heads * chunks * p.queries;
   }
   static int64_t state_bytes(const AttentionParams& p) {
-    return 2 * Arena::bytes_for<T>(states_of(p)) +
+    return Arena::bytes_for<RowSoftmax<T>>(states_of(p)) +
            Arena::bytes_for<T>(states_of(p) * round_up_to_vector<T>(p.value_dim));
   }
   static DecodeItem item_of(const AttentionParams& p, int64_t all_chunks, int threads) {
@@ -61,8 +62,7 @@ struct DecodeTask {
         item_chunks(smaller(item.chunks, chunks)),
         parts(p.kv_heads / item_heads),
         runs(divide_up(chunks, item_chunks)),
-        row_max(states.take<T>(states_of(p))),
-        row_sum(states.take<T>(states_of(p))),
+        softmax(states.take<RowSoftmax<T>>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
         queries_size(Products::queries_size(p)),
         out_stride(round_up_to_vector<T>(p.value_dim)),
@@ -85,7 +85,8 @@ struct DecodeTask {
   struct Parts {
     typename Products::Query* query;          // [kv heads][queries_size]
     T *out, *sums;                            // [rows][out_stride], [sums_rows][sums_stride]
-    T *row_max, *row_sum, *rescale, *factor;  // [rows]
+    RowSoftmax<T>* softmax;                   // [rows]
+    T *rescale, *factor;                      // [rows]
     T *scores, *bias, *visible;               // [score_rows][kDecodeBlock]
     const char **key_pages, **value_pages;    // [pages]
 
@@ -93,7 +94,8 @@ struct DecodeTask {
       query = arena.take<typename Products::Query>(task.item_heads * task.queries_size);
       out = arena.take<T>(task.rows() * task.out_stride);
       sums = arena.take<T>(task.sums_rows() * task.sums_stride);
-      for (T** of_rows : {&row_max, &row_sum, &rescale, &factor}) *of_rows = arena.take<T>(task.rows());
+      softmax = arena.take<RowSoftmax<T>>(task.rows());
+      for (T** of_rows : {&rescale, &factor}) *of_rows = arena.take<T>(task.rows());
       for (T** block : {&scores, &bias, &visible}) *block = arena.take<T>(task.score_rows() * kDecodeBlock);
       key_pages = arena.take<const char*>(task.pages());
       value_pages = arena.take<const char*>(task.pages());
@@ -121,15 +123,14 @@ struct DecodeTask {
       if (!all_finite(s.out, out_stride, rows(), p.value_dim)) add_chunk(keys, chunk, s, true);
       if (chunks == 1) {
         for (int64_t r = 0; r < rows(); ++r) {
-          store_query<T>(p, outputs, batch, kv_head * group + r / p.queries, r % p.queries, s.row_max[r],
-                         s.row_sum[r], s.out + r * out_stride);
+          store_query<T>(p, outputs, batch, kv_head * group + r / p.queries, r % p.queries, s.softmax[r],
+                         s.out + r * out_stride);
         }
         return;
       }
       for (int64_t i = 0; i < item_heads * group; ++i) {
         const int64_t from = i * p.queries, to = state(batch, kv_head * group + i, chunk);
-        memcpy(row_max + to, s.row_max + from, static_cast<size_t>(p.queries) * sizeof(T));
-        memcpy(row_sum + to, s.row_sum + from, static_cast<size_t>(p.queries) * sizeof(T));
+        std::copy(s.softmax + from, s.softmax + from + p.queries, softmax + to);
         memcpy(out + to * out_stride, s.out + from * out_stride,
                static_cast<size_t>(p.queries * out_stride) * sizeof(T));
       }
@@ -164,10 +165,9 @@ struct DecodeTask {
   void add_chunk(const Keys& keys, int64_t chunk, Scratch& s, bool leave_hidden_out) const {
     for (int64_t r = 0; r < rows(); ++r) {
       const DecodeRow at = row(keys, r);
-      // An attention sink is a score without a value: the softmax of the first chunk starts from it.
-      s.row_max[r] = chunk == 0 && p.sinks.data != nullptr ? head_scalar<T>(p.sinks, at.batch, at.head)
-                                                           : -std::numeric_limits<T>::infinity();
-      s.row_sum[r] = s.row_max[r] == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
+      const bool has_sink = chunk == 0 && p.sinks.data != nullptr;
+      s.softmax[r] = RowSoftmax<T>::of_sink(has_sink ? head_scalar<T>(p.sinks, at.batch, at.head)
+                                                     : -std::numeric_limits<T>::infinity());
     }
     memset(s.out, 0, static_cast<size_t>(rows() * out_stride) * sizeof(T));
     const KeyRange range = visible_of(chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk);
@@ -195,7 +195,11 @@ struct DecodeTask {
       T* scores = s.scores + r * kDecodeBlock;
       finish_row<T>(p, at, key, keys, masked ? s.bias + r * kDecodeBlock : nullptr, scores);
       if (leave_hidden_out) mark_visible_row<T>(keys, scores, s.visible + r * kDecodeBlock);
-      softmax_row<T>(keys, scores, s.row_max + r, s.row_sum + r, s.rescale + r);
+      if (outputs.row_mean != nullptr) {
+        softmax_row<T, Statistics::kAll>(keys, scores, s.softmax + r, s.rescale + r);
+      } else {
+        softmax_row<T, Statistics::kNone>(keys, scores, s.softmax + r, s.rescale + r);
+      }
       if (p.dropout.enabled) drop_row<T>(p.dropout, at, key, keys, scores);
       s.factor[r] = Products::round_weights(keys, scores);
     }
@@ -299,21 +303,26 @@ struct DecodeMerge {
     const T nothing = -std::numeric_limits<T>::infinity();
     const int64_t batch = head_index / p.heads, head = head_index % p.heads, chunks = task.chunks;
     for (int64_t query = 0; query < p.queries; ++query) {
-      T most = nothing;
+      const auto of_chunk = [&](int64_t c) -> const RowSoftmax<T>& {
+        return task.softmax[task.state(batch, head, c) + query];
+      };
+      RowSoftmax<T> all = RowSoftmax<T>::of_sink(nothing);
       for (int64_t c = 0; c < chunks; ++c) {
-        const T x = task.row_max[task.state(batch, head, c) + query];
-        most = x > most ? x : most;
+        all.max = std::max(all.max, of_chunk(c).max);
+        all.top = std::max(all.top, of_chunk(c).top);
       }
-      const T shift = most == nothing ? T(0) : most;
+      const T shift = all.max == nothing ? T(0) : all.max;
       for (int64_t c = 0; c < round_up_to_vector<T>(chunks); ++c) {
-        scratch.factor[c] = c < chunks ? task.row_max[task.state(batch, head, c) + query] - shift : T(0);
+        scratch.factor[c] = c < chunks ? of_chunk(c).max - shift : T(0);
       }
       for (int64_t c = 0; c < chunks; c += S::kWidth) {
         S::store(scratch.factor + c, exp_nonpositive<T>(S::load(scratch.factor + c)));
       }
-      T sum = 0;
       for (int64_t c = 0; c < chunks; ++c) {
-        sum += scratch.factor[c] * task.row_sum[task.state(batch, head, c) + query];
+        const RowSoftmax<T>& part = of_chunk(c);
+        all.sum += scratch.factor[c] * part.sum;
+        // A chunk that saw nothing has a sum of 0 and a maximum of -inf.
+        if (part.sum != T(0)) all.mean += scratch.factor[c] * (part.mean + part.sum * (part.max - shift));
       }
       for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
         auto total = S::set(T(0));
@@ -323,7 +332,7 @@ struct DecodeMerge {
         }
         S::store(scratch.out + e, total);
       }
-      store_query<T>(p, task.outputs, batch, head, query, most, sum, scratch.out);
+      store_query<T>(p, task.outputs, batch, head, query, all, scratch.out);
     }
   }
 };

@@ -112,27 +112,50 @@ void finish_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int
   }
 }
 
-// Turns scores into unnormalised weights in place, updates the row's maximum and sum, and sets the factor for
-// what has been summed up before.
+// The running softmax of a row. `top` and `mean` are as in ForwardStrip.
 template <class T>
-SELFATTN_INLINE void softmax_row(int64_t keys, T* s, T* row_max, T* row_sum, T* rescale) {
+struct RowSoftmax {
+  T max, sum, top, mean;
+
+  // An attention sink is a score without a value, from which the softmax starts; -inf is none.
+  static RowSoftmax of_sink(T sink) {
+    constexpr T kNothing = -std::numeric_limits<T>::infinity();
+    return {sink, sink == kNothing ? T(0) : T(1), kNothing, T(0)};
+  }
+};
+
+// Turns scores into unnormalised weights in place, updates the row's softmax, and sets the factor for what
+// has been summed up before.
+template <class T, Statistics kStatistics>
+SELFATTN_INLINE void softmax_row(int64_t keys, T* s, RowSoftmax<T>* row, T* rescale) {
   using S = Simd<T>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
-  const auto old_max = S::set(*row_max);
-  auto most = old_max;
+  const auto old_max = S::set(row->max);
+  auto most = kStatistics == Statistics::kAll ? nothing : old_max;
   for (int64_t j = 0; j < keys; j += S::kWidth) most = S::max(S::load(s + j), most);
   most = largest_lane<T>(most);
+  if constexpr (kStatistics == Statistics::kAll) {
+    row->top = first_lane<T>(S::max(most, S::set(row->top)));
+    most = S::max(most, old_max);
+  }
   // If nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
   const auto shift = S::select(S::equal(most, nothing), S::set(T(0)), most);
-  auto sum = S::set(T(0));
+  auto sum = S::set(T(0)), mean = sum;
   for (int64_t j = 0; j < keys; j += S::kWidth) {
-    const auto weight = exp_nonpositive<T>(S::sub(S::load(s + j), shift));
+    const auto score = S::load(s + j), weight = exp_nonpositive<T>(S::sub(score, shift));
     S::store(s + j, weight);
     sum = S::add(sum, weight);
+    if constexpr (kStatistics == Statistics::kAll) {
+      mean = S::fma(weight, finite_difference<T>(score, shift), mean);
+    }
   }
   const auto factor = exp_nonpositive<T>(S::sub(old_max, shift));
-  *row_sum = first_lane<T>(S::fma(S::set(*row_sum), factor, sum_of_lanes<T>(sum)));
-  *row_max = first_lane<T>(most);
+  if constexpr (kStatistics == Statistics::kAll) {
+    const auto before = S::fma(S::set(row->sum), finite_difference<T>(old_max, shift), S::set(row->mean));
+    row->mean = first_lane<T>(S::fma(before, factor, sum_of_lanes<T>(mean)));
+  }
+  row->sum = first_lane<T>(S::fma(S::set(row->sum), factor, sum_of_lanes<T>(sum)));
+  row->max = first_lane<T>(most);
   *rescale = first_lane<T>(factor);
 }
 
@@ -164,12 +187,17 @@ void drop_row(const Dropout& dropout, const DecodeRow& row, int64_t key, int64_t
 // Divides a query's unnormalised output by the sum of its weights, and writes its results.
 template <class T>
 SELFATTN_OUT_OF_LINE void store_query(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch,
-                                      int64_t head, int64_t query, T row_max, T row_sum, const T* out) {
+                                      int64_t head, int64_t query, const RowSoftmax<T>& softmax,
+                                      const T* out) {
   using S = Simd<T>;
   const int64_t row = p.row(batch, head, query);
-  static_cast<T*>(outputs.row_max)[row] = row_max;
-  static_cast<T*>(outputs.row_sum)[row] = row_sum;
-  const auto scale = S::set(row_sum == T(0) ? T(0) : T(1) / row_sum);
+  static_cast<T*>(outputs.row_max)[row] = softmax.max;
+  static_cast<T*>(outputs.row_sum)[row] = softmax.sum;
+  if (outputs.row_mean != nullptr) {
+    static_cast<T*>(outputs.row_top)[row] = softmax.top;
+    static_cast<T*>(outputs.row_mean)[row] = softmax.sum == T(0) ? T(0) : softmax.mean / softmax.sum;
+  }
+  const auto scale = S::set(softmax.sum == T(0) ? T(0) : T(1) / softmax.sum);
   const int64_t at = outputs.out.offset(batch, head, query);
   auto zero = S::set(T(0));  // NaN as soon as a result is not finite
   for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {

@@ -126,7 +126,7 @@ struct FewKeysTask {
   // Rows of scores, which become weights.
   struct Block {
     alignas(64) T scores[kBlock][kFewKeys], visible[kBlock][kFewKeys];
-    alignas(64) T row_max[kBlock], row_sum[kBlock];
+    alignas(64) T row_max[kBlock], row_sum[kBlock], row_top[kBlock], row_mean[kBlock];
   };
 
   void add_rows(const Call& call, int64_t first, int64_t end, Scratch& s) const {
@@ -170,26 +170,33 @@ struct FewKeysTask {
       for (int64_t j = 0; j < kFewKeys; j += S::kWidth) S::store(block.scores[r] + j, nothing);
     }
     const auto sink = S::load(block.row_max);
-    auto most = sink;
+    auto top = nothing;
     typename S::Vec s[kFewKeys / kBlock][kBlock];
     for (int64_t b = 0; b * kBlock < keys; ++b) {
       for (int r = 0; r < kBlock; ++r) s[b][r] = S::load(block.scores[r] + b * kBlock);
       transpose<T>(s[b]);
-      for (int j = 0; j < kBlock; ++j) most = S::max(s[b][j], most);
+      for (int j = 0; j < kBlock; ++j) top = S::max(s[b][j], top);
     }
+    const auto most = S::max(top, sink);
     // If nothing is visible, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(most, nothing), S::set(T(0)), most);
     auto sum = exp_nonpositive<T>(S::sub(sink, shift));
+    auto mean = S::mul(sum, finite_difference<T>(sink, shift));
+    const bool has_statistics = outputs.row_mean != nullptr;
     for (int64_t b = 0; b * kBlock < keys; ++b) {
       for (int j = 0; b * kBlock + j < keys && j < kBlock; ++j) {
+        const auto difference = finite_difference<T>(s[b][j], shift);
         s[b][j] = exp_nonpositive<T>(S::sub(s[b][j], shift));
         sum = S::add(sum, s[b][j]);
+        if (has_statistics) mean = S::fma(s[b][j], difference, mean);
       }
       transpose<T>(s[b]);
       for (int r = 0; r < kBlock; ++r) S::store(block.scores[r] + b * kBlock, s[b][r]);
     }
     S::store(block.row_max, most);
     S::store(block.row_sum, sum);
+    S::store(block.row_top, top);
+    S::store(block.row_mean, mean);
   }
 
   // Adds up the values of one row, and stores its results.
@@ -201,8 +208,8 @@ struct FewKeysTask {
     call.for_each_run(call.p.value, at, [&](const RowRun& values, int64_t key) {
       columns.template add<1>(sums.from(key), 0, {values, values});
     });
-    store_query<T>(call.p, call.outputs, at.batch, at.head, at.query, block.row_max[r], block.row_sum[r],
-                   s.out);
+    store_query<T>(call.p, call.outputs, at.batch, at.head, at.query,
+                   {block.row_max[r], block.row_sum[r], block.row_top[r], block.row_mean[r]}, s.out);
   }
 };
 

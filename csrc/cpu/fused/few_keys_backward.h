@@ -17,7 +17,7 @@ constexpr OptionSet kFewKeysBackwardOptions = {
 // Whether a call's elements with few queries and at most kFewKeys keys are computed here.
 inline bool takes_few_keys(const AttentionParams& p, const BackwardArguments& a) {
   return options_of(p).within(kFewKeysBackwardOptions) && a.grad_weights.data == nullptr &&
-         a.grad_mask.data == nullptr;
+         a.grad_mask.data == nullptr && !has_gradients_of_statistics(a);
 }
 
 // Whether the rows of a kv head meet so few keys that it does not pay to have them share what is loaded of a

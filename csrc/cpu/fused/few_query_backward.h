@@ -33,7 +33,7 @@ inline int64_t most_in_backward(const AttentionParams& p) {
 // This is what the gradient of a row's softmax needs; see GradientStrip.
 template <class T>
 struct GradientRow {
-  T row_max, inverse_sum, delta;
+  T row_max, inverse_sum, delta, grad_mean;
 };
 
 // Loads a row of queries and of dO, padded; `out` and `residual` are room for such a row. With kv heads in
@@ -58,11 +58,12 @@ GradientRow<T> load_gradient_row(const AttentionParams& p, const BackwardArgumen
   const int64_t index = p.row(at.batch, at.head, at.query);
   const T most = static_cast<const T*>(a.row_max)[index], sum = static_cast<const T*>(a.row_sum)[index];
   GradientRow<T> row{most == -std::numeric_limits<T>::infinity() ? T(0) : most,
-                     sum == T(0) ? T(0) : T(1) / sum, few_query_dot<T>(grad_out, out, p.value_dim)};
+                     sum == T(0) ? T(0) : T(1) / sum, few_query_dot<T>(grad_out, out, p.value_dim), T(0)};
   if (a.grad_row != nullptr) row.delta += static_cast<const T*>(a.grad_row)[index];
+  if (a.grad_mean != nullptr) row.grad_mean = static_cast<const T*>(a.grad_mean)[index];
   if (stores_sink && a.grad_sinks_rows != nullptr) {
-    static_cast<T*>(a.grad_sinks_rows)[index] =
-        sink_gradient<T>(head_scalar<T>(p.sinks, at.batch, at.head), row.row_max, row.inverse_sum, row.delta);
+    static_cast<T*>(a.grad_sinks_rows)[index] = sink_gradient<T>(
+        a, index, head_scalar<T>(p.sinks, at.batch, at.head), row.row_max, row.inverse_sum, row.delta);
   }
   return row;
 }
@@ -121,19 +122,23 @@ struct FewQueryBackwardTask {
   struct Parts {
     T *query, *grad_out;                 // [rows][padded], the queries times the scale
     T *out, *residual;                   // [padded] of one row
-    T *row_max, *inverse_sum, *delta;    // [rows], as in GradientStrip
+    // [rows], as in GradientStrip
+    T *row_max, *inverse_sum, *delta, *grad_mean;
     T* slopes;                           // [rows] sums of dS times -|distance|
     T *weights, *grad, *visible, *bias;  // [rows][kBlock]
     T *cap, *keep;                       // [kBlock] of one row: factors of the softcap and of dropout
+    T* of_statistics;                    // [kBlock] of one row: what gradients of statistics add to dP
     T* sums;                             // [rows][query_stride] dQ without the scale
 
     SELFATTN_OUT_OF_LINE void allocate(const FewQueryBackwardTask& t, Arena& arena) {
       query = arena.take<T>(t.rows * t.query_stride);
       grad_out = arena.take<T>(t.rows * t.value_stride);
       for (T** of_one : {&out, &residual}) *of_one = arena.take<T>(t.value_stride);
-      for (T** of_rows : {&row_max, &inverse_sum, &delta, &slopes}) *of_rows = arena.take<T>(t.rows);
+      for (T** of_rows : {&row_max, &inverse_sum, &delta, &grad_mean, &slopes}) {
+        *of_rows = arena.take<T>(t.rows);
+      }
       for (T** block : {&weights, &grad, &visible, &bias}) *block = arena.take<T>(t.rows * kBlock);
-      for (T** of_one : {&cap, &keep}) *of_one = arena.take<T>(kBlock);
+      for (T** of_one : {&cap, &keep, &of_statistics}) *of_one = arena.take<T>(kBlock);
       sums = arena.take<T>(t.rows * t.query_stride);
     }
   };
@@ -185,6 +190,7 @@ struct FewQueryBackwardTask {
     s.row_max[r] = of_row.row_max;
     s.inverse_sum[r] = of_row.inverse_sum;
     s.delta[r] = of_row.delta;
+    s.grad_mean[r] = of_row.grad_mean;
   }
 
   // Adds the item's keys to dQ, and stores their gradients. Returns whether all sums are finite.
@@ -265,6 +271,22 @@ struct FewQueryBackwardTask {
     }
   }
 
+  // Does for a row what gradients_of_statistics does for a strip.
+  void add_of_statistics(const DecodeRow& at, int64_t r, int64_t key, int64_t keys, Scratch& s) const {
+    const T* const scores = s.weights + r * kBlock;
+    for (int64_t j = 0; j < kBlock; ++j) s.of_statistics[j] = T(0);
+    if (a.grad_keys != nullptr) {
+      const T* of_keys = static_cast<const T*>(a.grad_keys) + p.key_place(at.batch, at.head, key);
+      std::copy(of_keys, of_keys + keys, s.of_statistics);
+    }
+    if (a.grad_mean == nullptr) return;
+    const auto shift = S::set(s.row_max[r]), grad_mean = S::set(s.grad_mean[r]);
+    for (int64_t j = 0; j < keys; j += S::kWidth) {
+      const auto difference = S::sub(S::load(scores + j), shift);
+      S::store(s.of_statistics + j, S::fma(grad_mean, difference, S::load(s.of_statistics + j)));
+    }
+  }
+
   // Turns a row's scores into weights, and dP into dS, up to a whole vector. What lies past the last key is
   // anything; its weight is not used.
   void weigh_row(const DecodeRow& at, int64_t r, int64_t key, int64_t keys, Scratch& s) const {
@@ -274,6 +296,8 @@ struct FewQueryBackwardTask {
       for (int64_t j = 0; j < kBlock; j += S::kWidth) S::store(s.keep + j, S::set(T(1)));
       drop_row<T>(p.dropout, at, key, keys, s.keep);
     }
+    const bool adds = has_gradients_of_statistics(a);
+    if (adds) add_of_statistics(at, r, key, keys, s);
     const auto shift = S::set(s.row_max[r]), inverse = S::set(s.inverse_sum[r]), delta = S::set(s.delta[r]);
     const auto zero = S::set(T(0));
     auto slope = S::set(T(0));
@@ -281,6 +305,7 @@ struct FewQueryBackwardTask {
       const auto weight = normalised_weight<T>(S::load(weights + j), shift, inverse);
       auto weight_grad = S::load(grad + j);
       if (drops) weight_grad = S::mul(weight_grad, S::load(s.keep + j));
+      if (adds) weight_grad = S::add(weight_grad, S::load(s.of_statistics + j));
       auto score_grad = score_gradient<T>(weight, weight_grad, delta);
       if (a.grad_slopes_rows != nullptr) {
         slope = S::sub(slope, S::mul(distances<T>(at.query + p.query_offset - key - j), score_grad));

@@ -73,6 +73,7 @@ struct ForwardTask {
     for (int64_t first = begin; first < end; ++strips) {
       const int64_t count = queries_of_strip(first, end);
       scratch.strips[strips].begin(p, head_index / p.heads, head_index % p.heads, first, count);
+      scratch.strips[strips].has_statistics = outputs.row_mean != nullptr;
       first += count;
     }
     run(strips, scratch, false);
@@ -111,6 +112,13 @@ struct ForwardTask {
            static_cast<size_t>(strip.count) * sizeof(T));
     memcpy(static_cast<T*>(outputs.row_sum) + row, strip.row_sum,
            static_cast<size_t>(strip.count) * sizeof(T));
+    if (strip.has_statistics) {
+      for (int64_t lane = 0; lane < strip.count; ++lane) {
+        const T sum = strip.row_sum[lane];
+        static_cast<T*>(outputs.row_top)[row + lane] = strip.row_top[lane];
+        static_cast<T*>(outputs.row_mean)[row + lane] = sum == T(0) ? T(0) : strip.row_mean[lane] / sum;
+      }
+    }
     const int64_t at = outputs.out.offset(strip.batch, strip.head, strip.first);
     void* residual = outputs.out_residual != nullptr ? element(outputs.out_residual, p.dtype, at) : nullptr;
     store_transposed<T>(element(outputs.out.data, p.dtype, at), p.dtype, outputs.out.stride[2], strip.count,

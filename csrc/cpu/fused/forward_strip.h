@@ -19,6 +19,10 @@ struct ForwardStrip : QueryStrip<P> {
   // output: with row_sum, the rounding errors would not cancel in the part that all values have in common.
   T* used_sum;
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
+  // [kLanes] If they are asked for: the largest score without the sink, and the sum of weights times scores
+  // less row_max; see Note [Statistics of scores] in core/attention_params.h.
+  T *row_top, *row_mean;
+  bool has_statistics = false;
 
   static int64_t out_size(const AttentionParams& p) { return round_up_to_vector<T>(p.value_dim) * kLanes<P>; }
   SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
@@ -28,6 +32,8 @@ struct ForwardStrip : QueryStrip<P> {
     row_sum = arena.take<T>(kLanes<P>);
     used_sum = arena.take<T>(kLanes<P>);
     rescale = arena.take<T>(kLanes<P>);
+    row_top = arena.take<T>(kLanes<P>);
+    row_mean = arena.take<T>(kLanes<P>);
   }
 
   // An attention sink (Xiao et al. 2023) is a score without a value: the softmax starts from it.
@@ -38,6 +44,8 @@ struct ForwardStrip : QueryStrip<P> {
       row_max[lane] = sink;
       row_sum[lane] = used_sum[lane] = sink == nothing ? T(0) : T(1);
       rescale[lane] = T(1);
+      row_top[lane] = nothing;
+      row_mean[lane] = T(0);
     }
     for (int64_t e = 0; e < p.value_dim; ++e) {
       memset(out_t + e * kLanes<P>, 0, static_cast<size_t>(this->vecs) * Simd<T>::kWidth * sizeof(T));
@@ -105,14 +113,25 @@ SELFATTN_INLINE typename S::Vec most_of_lanes(int64_t keys, const Scalar<P>* col
   return S::max(S::max(most[0], most[1]), S::max(most[2], most[3]));
 }
 
-// The sums that a block adds to a vector of queries: that of its weights, and that of the rounded weights.
+// The sums that a block adds to a vector of queries: that of its weights, that of the rounded weights, and
+// that of weights times scores less their maximum.
 template <class P>
 struct LaneSums {
-  typename Simd<Scalar<P>>::Vec all, used;
+  typename Simd<Scalar<P>>::Vec all, used, mean;
 };
 
+// What a softmax gives beside weights: nothing, or row_top and row_mean.
+enum class Statistics { kNone, kAll };
+
+// Returns the difference of a score and its row's maximum, limited so that its product with a weight of 0 is
+// 0. Weights of smaller scores are 0.
+template <class T, class S = Simd<T>>
+SELFATTN_INLINE typename S::Vec finite_difference(typename S::Vec score, typename S::Vec shift) {
+  return S::max(S::sub(score, shift), S::set(ExpPolynomial<T>::kFlushBelow));
+}
+
 // Writes exp(s * scale - shift) of a vector of queries to `weights`.
-template <class P, Weigh kWeigh, bool kPaired, class S = Simd<Scalar<P>>>
+template <class P, Weigh kWeigh, bool kPaired, Statistics kStatistics, class S = Simd<Scalar<P>>>
 SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, int64_t lane,
                                         typename S::Vec scale, typename S::Vec shift,
                                         const WeightOperand<P>& weights) {
@@ -120,45 +139,54 @@ SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, i
   constexpr int64_t ld = kLanes<P>;
   typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
   typename S::Vec used[2] = {S::set(T(0)), S::set(T(0))};
+  typename S::Vec mean[2] = {S::set(T(0)), S::set(T(0))};
+  const auto weigh = [&](int64_t key, int i) {
+    const auto score = S::load(column + key * ld);
+    const auto weight = weight_of<T, kWeigh, S>(score, scale, shift);
+    sum[i] = S::add(sum[i], weight);
+    if constexpr (kStatistics == Statistics::kAll) {
+      const auto scaled = kWeigh == Weigh::kWhole ? score : S::mul(score, scale);
+      mean[i % 2] = S::fma(weight, finite_difference<T, S>(scaled, shift), mean[i % 2]);
+    }
+    return weight;
+  };
   int64_t j = 0;
   for (; j + 4 <= keys; j += 4) {
     typename S::Vec weight[4];
     SELFATTN_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      weight[i] = weight_of<T, kWeigh, S>(S::load(column + (j + i) * ld), scale, shift);
-      sum[i] = S::add(sum[i], weight[i]);
-    }
+    for (int i = 0; i < 4; ++i) weight[i] = weigh(j + i, i);
     weights.template store<kWeigh, kPaired, S>(j, lane, weight, used);
   }
   if (j < keys) {
     typename S::Vec weight[4];
     for (int i = 0; i < 4; ++i) {
       weight[i] = S::set(T(0));
-      if (j + i >= keys) continue;
-      weight[i] = weight_of<T, kWeigh, S>(S::load(column + (j + i) * ld), scale, shift);
-      sum[i] = S::add(sum[i], weight[i]);  // in its place, so that zeros after it change nothing
+      // Each sum keeps its place, so that zeros after it change nothing.
+      if (j + i < keys) weight[i] = weigh(j + i, i);
     }
     weights.template store<kWeigh, kPaired, S>(j, lane, weight, used);
   }
-  return {S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3])), S::add(used[0], used[1])};
+  return {S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3])), S::add(used[0], used[1]),
+          S::add(mean[0], mean[1])};
 }
 
 // Does the work of softmax_block for the vector of queries at `lane`.
-template <class P, Weigh kWeigh, bool kPaired, class S>
+template <class P, Weigh kWeigh, bool kPaired, Statistics kStatistics, class S>
 SELFATTN_INLINE bool softmax_lanes(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* column,
                                    int64_t lane, Scalar<P> factor, const WeightOperand<P>& weights) {
   using T = Scalar<P>;
-  // Sums in place need the maximum of a block only if its sum is large, which is rare. The scores must still
-  // be there then.
+  // Sums in place need the maximum of a block only if its sum is large, which is rare, or if the largest score
+  // itself is asked for. The scores must still be there then.
   constexpr bool kSumTells = WeightOperand<P>::template kSumsInPlace<kWeigh>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
   const auto scale = S::set(factor);
   const auto old_max = S::load(strip.row_max + lane);
   [[maybe_unused]] auto higher = S::equal(old_max, nothing);
-  if constexpr (kSumTells) {
+  if constexpr (kSumTells && kStatistics == Statistics::kNone) {
     if (S::any(S::less(nothing, old_max))) {
       const auto shift = S::select(higher, S::set(T(0)), old_max);
-      const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired, S>(keys, column, lane, scale, shift, weights);
+      const LaneSums<P> sums =
+          weigh_lanes<P, kWeigh, kPaired, kStatistics, S>(keys, column, lane, scale, shift, weights);
       higher = S::either(higher, S::less(S::set(T(kMostBlockSum)), sums.all));
       if (!S::any(higher)) {
         S::store(strip.row_sum + lane, S::add(S::load(strip.row_sum + lane), sums.all));
@@ -170,6 +198,10 @@ SELFATTN_INLINE bool softmax_lanes(const ForwardStrip<P>& strip, int64_t keys, c
   }
   bool moved = false;
   auto new_max = S::mul(most_of_lanes<P, S>(keys, column), scale);
+  if constexpr (kStatistics == Statistics::kAll) {
+    S::store(strip.row_top + lane, S::max(new_max, S::load(strip.row_top + lane)));
+    higher = S::less(old_max, new_max);
+  }
   if constexpr (kSumTells) {
     new_max = S::select(higher, S::max(new_max, old_max), old_max);
     moved = S::any(S::less(nothing, S::select(higher, old_max, nothing)));
@@ -178,8 +210,15 @@ SELFATTN_INLINE bool softmax_lanes(const ForwardStrip<P>& strip, int64_t keys, c
   }
   // If nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
   const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
-  const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired, S>(keys, column, lane, scale, shift, weights);
+  const LaneSums<P> sums =
+      weigh_lanes<P, kWeigh, kPaired, kStatistics, S>(keys, column, lane, scale, shift, weights);
   const auto rescale = exp_nonpositive<T, S>(S::sub(old_max, shift));
+  if constexpr (kStatistics == Statistics::kAll) {
+    // Scores that were counted from the old maximum are counted from the new one.
+    const auto step = finite_difference<T, S>(old_max, shift);
+    const auto mean = S::fma(S::load(strip.row_sum + lane), step, S::load(strip.row_mean + lane));
+    S::store(strip.row_mean + lane, S::fma(mean, rescale, sums.mean));
+  }
   S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, sums.all));
   if constexpr (is_one_piece(kWeigh)) {
     S::store(strip.used_sum + lane, S::fma(S::load(strip.used_sum + lane), rescale, sums.used));
@@ -192,17 +231,24 @@ SELFATTN_INLINE bool softmax_lanes(const ForwardStrip<P>& strip, int64_t keys, c
 // Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and updates the
 // running maximum and sum. The weights go to `weights`; `s` may be its block. With kPaired they go there as
 // pairs, see WeightOperand. Returns whether sums in place have to be rescaled.
-template <class P, Weigh kWeigh, bool kPaired>
-bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
-                   const WeightOperand<P>& weights) {
+template <class P, Weigh kWeigh, bool kPaired, Statistics kStatistics>
+bool softmax_block_with(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
+                        const WeightOperand<P>& weights) {
   bool moved = false;
   for (int64_t lane = 0; lane < strip.count; lane += Simd<Scalar<P>>::kWidth) {
     with_vectors_of<P>(strip.count - lane, [&](auto vectors) {
-      moved |=
-          softmax_lanes<P, kWeigh, kPaired, decltype(vectors)>(strip, keys, s + lane, lane, factor, weights);
+      moved |= softmax_lanes<P, kWeigh, kPaired, kStatistics, decltype(vectors)>(strip, keys, s + lane, lane,
+                                                                                 factor, weights);
     });
   }
   return moved;
+}
+template <class P, Weigh kWeigh, bool kPaired>
+bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
+                   const WeightOperand<P>& weights) {
+  return strip.has_statistics
+             ? softmax_block_with<P, kWeigh, kPaired, Statistics::kAll>(strip, keys, s, factor, weights)
+             : softmax_block_with<P, kWeigh, kPaired, Statistics::kNone>(strip, keys, s, factor, weights);
 }
 
 // Turns scores into the weights that meet the values: softmax and dropout. `keep_block` asks for

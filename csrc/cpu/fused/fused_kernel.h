@@ -9,6 +9,7 @@
 #include "jvp.h"
 #include "masked_softmax.h"
 #include "scores.h"
+#include "weight_sums.h"
 #include "weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -55,6 +56,7 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.automatic = true;
   kernel.forward = by_type<forward_pass<double>, forward_pass<float>>;
   kernel.weights = by_type<weights_pass<double>, weights_pass<float>>;
+  kernel.weight_sums = by_type<weight_sums_pass<double>, weight_sums_pass<float>>;
   kernel.backward_workspace = by_type<backward_workspace<double>, backward_workspace<float>>;
   kernel.backward = by_type<direct_backward<double>, direct_backward<float>>;
   kernel.captured_gradients = by_type<captured_gradients<double>, captured_gradients<float>>;

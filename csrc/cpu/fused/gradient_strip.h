@@ -1,6 +1,7 @@
 // A strip of queries with its incoming gradient, and the block of dS that follows from it. Every pass of the
 // backward shares them. With P the softmax weights, dP = dO V^T (+ the gradient of returned weights), and
-// delta = rowsum(P * dP) = rowsum(dO * O), the gradient of the scores is dS = P * (dP - delta).
+// delta = rowsum(P * dP) = rowsum(dO * O), the gradient of the scores is dS = P * (dP - delta). Gradients of
+// statistics add to dP, see Note [Statistics of scores] in core/attention_params.h.
 #pragma once
 
 #include "delta.h"
@@ -18,6 +19,7 @@ struct GradientStrip : QueryStrip<P> {
   T* delta;        // [kLanes]
   T* row_max;      // [kLanes] 0 where the row sees nothing, so that -inf scores give weights of 0 and not NaN
   T* inverse_sum;  // [kLanes] 0 where the row sees nothing
+  T* grad_mean;    // [kLanes] if the call has it
   bool ordinary;   // whether inverse_sum holds no NaN
 
   SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
@@ -28,6 +30,7 @@ struct GradientStrip : QueryStrip<P> {
     delta = arena.take<T>(kLanes<P>);
     row_max = arena.take<T>(kLanes<P>);
     inverse_sum = arena.take<T>(kLanes<P>);
+    grad_mean = arena.take<T>(kLanes<P>);
   }
 
   // Returns the lanes (1, or 0) whose dS may hold numbers that have no pieces, nullptr if there are none. dS
@@ -59,6 +62,12 @@ struct GradientStrip : QueryStrip<P> {
       row_max[lane] = nothing ? T(0) : maxima[lane];
       inverse_sum[lane] = past_last || sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
       ordinary &= inverse_sum[lane] == inverse_sum[lane];
+    }
+    if (a.grad_mean != nullptr) {
+      const T* grads = static_cast<const T*>(a.grad_mean) + row(p);
+      for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
+        grad_mean[lane] = lane < count ? grads[lane] : T(0);
+      }
     }
   }
 
@@ -92,12 +101,14 @@ struct GradientScratch {
   WeightOperand<P> weights;  // P^T, after dropout once grad_score_block returns
   WeightOperand<P> grad;     // dS^T with respect to the final scores, before the softcap's factor
   T* visible;                // [kKeyBlock][kLanes] see multiply_visible
+  T* of_statistics;          // [kKeyBlock][kLanes] what gradients of statistics add to dP
 
   SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
     block.allocate(p, true, arena);
     weights.allocate(p, arena);
     grad.allocate(p, arena);
     visible = arena.take<T>(kKeyBlock * kLanes<P>);
+    of_statistics = arena.take<T>(kKeyBlock * kLanes<P>);
   }
 };
 
@@ -162,12 +173,41 @@ SELFATTN_INLINE typename S::Vec score_gradient(typename S::Vec weight, typename 
   return S::select(S::equal(weight, zero), zero, S::mul(weight, S::sub(grad, delta)));
 }
 
-// Returns d(sink) of a row: -P(sink) * delta. It takes the library's exp, because the vectors' exp makes
-// small weights 0.
+// Returns d(sink) of the row with this place: P(sink) * (grad_sink - delta). It takes the library's exp,
+// because the vectors' exp makes small weights 0.
 template <class T>
-T sink_gradient(T sink, T row_max, T inverse_sum, T delta) {
+T sink_gradient(const BackwardArguments& a, int64_t row, T sink, T row_max, T inverse_sum, T delta) {
   const T probability = std::exp(sink - row_max) * inverse_sum;
-  return probability == T(0) ? T(0) : -probability * delta;
+  const T own = a.grad_sink != nullptr ? static_cast<const T*>(a.grad_sink)[row] : T(0);
+  return probability == T(0) ? T(0) : probability * (own - delta);
+}
+
+inline bool has_gradients_of_statistics(const BackwardArguments& a) {
+  return a.grad_mean != nullptr || a.grad_keys != nullptr;
+}
+
+// Computes what gradients of statistics add to dP, from scores that are still to be multiplied by `factor`.
+// It may be anything where a key is hidden.
+template <class P>
+void gradients_of_statistics(const AttentionParams& p, const BackwardArguments& a,
+                             const GradientStrip<P>& strip, int64_t key, int64_t keys, const Scalar<P>* s,
+                             Scalar<P> factor, Scalar<P>* result) {
+  using T = Scalar<P>;
+  using S = Simd<T>;
+  const auto* of_keys = static_cast<const T*>(a.grad_keys);
+  if (of_keys != nullptr) of_keys += p.key_place(strip.batch, strip.head, key);
+  for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
+    const auto scale = S::set(factor), shift = S::load(strip.row_max + lane);
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t at = j * kLanes<P> + lane;
+      auto sum = S::set(of_keys != nullptr ? of_keys[j] : T(0));
+      if (a.grad_mean != nullptr) {
+        const auto difference = S::sub(S::mul(S::load(s + at), scale), shift);
+        sum = S::fma(S::load(strip.grad_mean + lane), difference, sum);
+      }
+      S::store(result + at, sum);
+    }
+  }
 }
 
 // Turns dS of capped scores into dS of the scores before the cap: times 1 - tanh^2.
@@ -276,6 +316,9 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
       return true;
     }
   }
+  const bool adds = has_gradients_of_statistics(a);
+  T* const added = scratch.of_statistics;
+  if (adds) gradients_of_statistics<P>(p, a, strip, key, keys, weights, factor, added);
   normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, weights);
   if (a.grad_weights.data != nullptr) {
     for (int64_t lane = 0; lane < strip.count; ++lane) {
@@ -297,7 +340,9 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
         for (int64_t i = 0; i < 4 && j + i < keys; ++i) {
           const int64_t at = (j + i) * ld + v * S::kWidth;
           const auto weight = S::load(weights + at);
-          S::store(grads + at, score_gradient<T>(weight, S::mul(S::load(grads + at), dropped[i]), delta));
+          auto grad = S::mul(S::load(grads + at), dropped[i]);
+          if (adds) grad = S::add(grad, S::load(added + at));
+          S::store(grads + at, score_gradient<T>(weight, grad, delta));
           S::store(weights + at, S::mul(weight, dropped[i]));
         }
       }
@@ -310,7 +355,9 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
       const auto delta = V::load(strip.delta + lane);
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * ld + lane;
-        V::store(grads + at, score_gradient<T, V>(V::load(weights + at), V::load(grads + at), delta));
+        auto grad = V::load(grads + at);
+        if (adds) grad = V::add(grad, V::load(added + at));
+        V::store(grads + at, score_gradient<T, V>(V::load(weights + at), grad, delta));
       }
     });
   }

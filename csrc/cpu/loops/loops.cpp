@@ -13,6 +13,7 @@ constexpr Kernel loops_kernel() {
   kernel.automatic = false;
   kernel.forward = &loops::forward;
   kernel.weights = &loops::weights;
+  kernel.weight_sums = &loops::weight_sums;
   kernel.backward_workspace = &loops::backward_workspace;
   kernel.backward = &loops::backward;
   kernel.scores = &loops::scores;

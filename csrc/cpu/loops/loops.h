@@ -13,6 +13,7 @@ namespace loops {
 
 void forward(const AttentionParams& params, const ForwardOutputs& outputs, const ThreadPool& pool);
 void weights(const AttentionParams& params, const WeightsOutputs& outputs, const ThreadPool& pool);
+void weight_sums(const AttentionParams& params, const WeightSums& sums, const ThreadPool& pool);
 size_t backward_workspace(const AttentionParams& params);
 void backward(const AttentionParams& params, const BackwardArguments& arguments, const ThreadPool& pool);
 void scores(const ScoresParams& params, const ThreadPool& pool);

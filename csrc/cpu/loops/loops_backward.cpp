@@ -3,11 +3,11 @@
 //
 //   delta_i  = Σ_e dout_ie out_ie + grad_row_i          what normalising by the row sum takes back
 //   dW_ij    = Σ_e dout_ie v_je + grad_weights_ij
-//   ds_ij    = P_ij (dW_ij keep_ij − delta_i)
+//   ds_ij    = P_ij (dW_ij keep_ij + grad_mean_i (s_ij − max_i) + grad_keys_j − delta_i)
 //   dQ_i     = scale Σ_j ds_ij cap'_ij k_j              cap' is the slope of the softcap
 //   dK_j     = scale Σ_i ds_ij cap'_ij q_i
 //   dV_j     = Σ_i W_ij dout_i
-//   dmask_ij = ds_ij, dslope = Σ_ij ds_ij · (−|distance|), dsink = −Σ_i P_sink,i delta_i
+//   dmask_ij = ds_ij, dslope = Σ_ij ds_ij · (−|distance|), dsink = Σ_i P_sink,i (grad_sink_i − delta_i)
 //
 // Every result is computed by one owner from start to end: a query row, a key row or a mask element. Each of
 // the three passes computes ds again. That costs time, but no sums pass between threads, so that the result
@@ -55,7 +55,16 @@ struct Gradient {
 
     ScoreGradient<T> gradient;
     gradient.kept_weight = weight * keep;
-    gradient.score = weight * (grad_weight * keep - delta[(b * p.heads + h) * p.queries + i]);
+    // A weight of 0 has no gradient, whatever else is not finite.
+    if (weight != 0) {
+      T grad_of_weight = grad_weight * keep - delta[(b * p.heads + h) * p.queries + i];
+      if (a.grad_mean != nullptr) {
+        const T grad_mean = static_cast<const T*>(a.grad_mean)[p.row(b, h, i)];
+        grad_of_weight += grad_mean * (score - row_max(b, h, i));
+      }
+      if (a.grad_keys != nullptr) grad_of_weight += static_cast<const T*>(a.grad_keys)[p.key_place(b, h, j)];
+      gradient.score = weight * grad_of_weight;
+    }
     gradient.dot = gradient.score * formula.softcap_slope(scaled_dot) * static_cast<T>(p.scale);
     return gradient;
   }
@@ -92,7 +101,9 @@ struct DeltaTask {
 
     if (a.grad_sinks_rows != nullptr) {
       const T sink = formula.exponential(formula.sink(b, h), gradient.row_max(b, h, i));
-      static_cast<T*>(a.grad_sinks_rows)[row] = sink == 0 ? T(0) : -sink / gradient.row_sum(b, h, i) * delta;
+      const T grad_sink = a.grad_sink != nullptr ? static_cast<const T*>(a.grad_sink)[row] : T(0);
+      static_cast<T*>(a.grad_sinks_rows)[row] =
+          sink == 0 ? T(0) : sink / gradient.row_sum(b, h, i) * (grad_sink - delta);
     }
   }
 };

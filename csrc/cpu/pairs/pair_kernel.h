@@ -5,6 +5,7 @@
 #include "pair_passes.h"
 
 #include "../fused/forward.h"
+#include "../fused/weight_sums.h"
 #include "../fused/weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -94,6 +95,7 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.forward = pair_forward<Calls>;
   constexpr auto kFewest = &Calls::fewest_queries, kFewestMoving = &fewest_moving_queries<Calls>;
   kernel.weights = divided<kFewest, weights_pass<Pairs>, &Kernel::weights>;
+  kernel.weight_sums = divided<kFewest, weight_sums_pass<Pairs>, &Kernel::weight_sums>;
   kernel.backward_workspace =
       divided_workspace<kFewest, pair_backward_workspace, &Kernel::backward_workspace>;
   kernel.backward = divided<kFewest, pair_backward, &Kernel::backward>;
