@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
 
 from . import backends, jit, masks, nn, reference, sources
 from .arguments.batch_invariance import batch_invariant
+from .aux_request import AuxRequest
 from .flex import flex_attention
 from .functional import attention_weights, scaled_dot_product_attention
 from .integrations import flop_counter as _flops  # noqa: F401
@@ -27,6 +28,7 @@ from .integrations.flex_mode import as_flex
 from .integrations.sdpa_mode import as_sdpa
 from .kv_cache import KVCache, attention_with_kvcache
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention, apply_rotary, rotary_factors
+from .reference_statistics import AuxOutput
 from .scores_and_softmax import attention_scores, masked_softmax
 from .varlen import varlen_attention
 
@@ -35,6 +37,8 @@ _torch_sdpa.register()
 __version__ = sources.version()
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "KVCache",
     "MultiHeadSelfAttention",
     "MultiheadAttention",

@@ -70,10 +70,12 @@ def wanted(request: Any, return_weights: bool, return_lse: bool) -> Wanted:
         TypeError, ValueError: the request is none; the message says what is one.
     """
     flags = {name: getattr(request, name, False) for name in AuxRequest._fields}
-    if not isinstance(request, AuxRequest) and not (hasattr(request, "lse") and hasattr(request, "max_scores")):
+    if not isinstance(request, AuxRequest) and not (
+        hasattr(request, "lse") and hasattr(request, "max_scores")
+    ):
         raise TypeError(
-            "return_aux must be an AuxRequest of selfattn_ext or of torch.nn.attention.flex_attention, but it "
-            f"is {type(request).__name__}"
+            "return_aux must be an AuxRequest of selfattn_ext or of torch.nn.attention.flex_attention, but "
+            f"it is {type(request).__name__}"
         )
     for name, flag in flags.items():
         if not isinstance(flag, bool) and not (name == "key_weights" and flag == "kv_heads"):
@@ -92,7 +94,9 @@ def returned(request: Any, found: AuxOutput, kv_heads: int) -> Any:
     if not isinstance(request, AuxRequest):
         from torch.nn.attention.flex_attention import AuxOutput as TorchOutput
 
-        return TorchOutput(found.lse if request.lse else None, found.max_scores if request.max_scores else None)
+        return TorchOutput(
+            found.lse if request.lse else None, found.max_scores if request.max_scores else None
+        )
     chosen = {name: getattr(found, name) if getattr(request, name) else None for name in request._fields}
     if request.key_weights == "kv_heads":
         chosen["key_weights"] = _of_kv_heads(found.key_weights, kv_heads)

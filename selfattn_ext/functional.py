@@ -39,13 +39,14 @@ from .arguments import (
 )
 from .attend import attend, with_gradients
 from .autograd import CAUSAL, basic_attention
-from .reference import default_scale
+from .formula_steps import default_scale
 from .varlen import jagged
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, Rules
+    from .arguments.overloads import ForAny, ForAux, ForLse, ForOut, ForWeights, ForWeightsAndLse, Rules
+    from .reference_statistics import AuxOutput
 
 __all__ = ["attention_weights", "scaled_dot_product_attention"]
 
@@ -89,6 +90,12 @@ def scaled_dot_product_attention(
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    **options: Unpack[ForAux],
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
     **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
@@ -110,6 +117,7 @@ def scaled_dot_product_attention(
     query_offset: int = DEFAULT_QUERY_OFFSET,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_aux: Any = None,
 ) -> Any:
     """Exact attention, ``softmax(scale * query @ key^T) @ value``, without holding the (L, S) matrix.
 
@@ -147,9 +155,12 @@ def scaled_dot_product_attention(
         return_weights: also return the weights (..., H, L, S), after dropout, in the query's dtype.
         return_lse: also return the log-sum-exp of the scores (..., H, L), sinks included, float64 for float64
             inputs, else float32.
+        return_aux: an :class:`selfattn_ext.AuxRequest`, or that of torch's flex_attention: also return an
+            :class:`selfattn_ext.AuxOutput` with the statistics that it asks for.
 
     Returns:
-        out (..., H, L, Ev), or (out, weights), (out, lse), (out, weights, lse). All are differentiable, any
+        out (..., H, L, Ev), or (out, weights), (out, lse), (out, weights, lse), with an AuxOutput at the end
+        for return_aux. All are differentiable, any
         number of times, and in forward mode; (L, S) matrices are made for third derivatives, and for second
         ones and forward mode of weights. A query that sees no key has output 0, weights 0, lse -inf and
         gradient 0. A key that a query may not see has no influence on it, even if it holds NaN. out is
@@ -199,6 +210,7 @@ def scaled_dot_product_attention(
                 and dropout_p is not False
                 and return_weights is False
                 and return_lse is False
+                and return_aux is None
                 and (is_causal is False or is_causal is True)
                 and (enable_gqa is False or enable_gqa is True)
                 and not _is_exporting()
@@ -249,7 +261,7 @@ def scaled_dot_product_attention(
 
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-        query_offset, return_weights, return_lse,
+        query_offset, return_weights, return_lse, return_aux,
     )  # fmt: skip
     call = AttentionCall(query, key, value, options)
     if may_override:

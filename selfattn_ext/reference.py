@@ -43,7 +43,7 @@ from .formula_steps import (
     split_mask,
 )
 from .masks import visible_pairs
-from .reference_statistics import AuxOutput, score_statistics, varlen_score_statistics
+from .reference_statistics import score_statistics, varlen_score_statistics
 
 __all__ = [
     "AttentionResult",

@@ -1,7 +1,7 @@
 """Statistics of the softmax as their formulas in plain PyTorch operations, the judge of the kernels.
 
-With s the scores of a row as the softmax takes them, p the weights before dropout, t the sink of the head, and
-sums over the keys that a query sees::
+With s the scores of a row as the softmax takes them, p the weights before dropout, t the sink of the head,
+and sums over the keys that a query sees::
 
     lse        = log(sum_j exp(s_j) + exp(t))
     max_scores = max_j s_j

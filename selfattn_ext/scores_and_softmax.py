@@ -22,7 +22,7 @@ from .arguments import (
     split_blocks,
 )
 from .autograd import attention_scores_with_gradient, masked_softmax_with_gradient
-from .reference import default_scale
+from .formula_steps import default_scale
 
 __all__ = ["attention_scores", "masked_softmax"]
 

@@ -190,9 +190,9 @@ struct WeightSums {
   const void* row_sum = nullptr;
   // Either of_keys, the sum of each key's weights over all queries, or of_queries, the sum of a query's
   // weights times the numbers per_key. The other one is null.
-  void* of_keys = nullptr;          // (batch, heads, keys), or (heads, rows) if keys are packed
-  const void* per_key = nullptr;    // laid out as of_keys
-  void* of_queries = nullptr;       // laid out as row_max
+  void* of_keys = nullptr;        // (batch, heads, keys), or (heads, rows) if keys are packed
+  const void* per_key = nullptr;  // laid out as of_keys
+  void* of_queries = nullptr;     // laid out as row_max
 };
 
 struct BackwardArguments {

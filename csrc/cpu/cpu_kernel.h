@@ -37,8 +37,8 @@ struct Kernel {
   // Tells people which kernel computes such a call in this one's place; it returns nullptr if this one does.
   // The pointer is null for kernels that never hand a call on.
   const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
-  // The options that forward, weights, weight_sums and backward apply: Note [Declared options] in core/options.h. A kernel
-  // that lacks some of kSequenceOptions gets one element of a batch at a time.
+  // The options that forward, weights, weight_sums and backward apply: Note [Declared options] in
+  // core/options.h. A kernel that lacks some of kSequenceOptions gets one element of a batch at a time.
   OptionSet options;
   // The kernel that replaces this one if its instruction set is forced: it computes all calls that it can,
   // not only those for which it is the fastest. It is nullptr if there is no difference.

@@ -50,8 +50,7 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
 }  // namespace
 
 void BackwardTensors::take_optional(Stack& stack) {
-  for (TensorHandle* tensor :
-       {&out_residual, &grad_row, &grad_weights, &grad_mean, &grad_sink, &grad_keys}) {
+  for (TensorHandle* tensor : {&out_residual, &grad_row, &grad_weights, &grad_mean, &grad_sink, &grad_keys}) {
     *tensor = stack.optional_tensor();
   }
 }

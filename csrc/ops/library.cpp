@@ -35,11 +35,12 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
          ") -> str");
   define("attention_weights(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, " +
          options + ") -> Tensor");
-  // Returns the sum of each key's weights before dropout, (B,H,S) or, of packed keys, (1,H,rows). With per_key
-  // of that shape it returns the sum of each query's weights times these numbers, shaped as row_max.
-  define("attention_weight_sums(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, "
-         "Tensor? per_key=None, " +
-         options + ") -> Tensor");
+  // Returns the sum of each key's weights before dropout, (B,H,S) or, of packed keys, (1,H,rows). With
+  // per_key of that shape it returns the sum of each query's weights times these numbers, shaped as row_max.
+  define(
+      "attention_weight_sums(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, "
+      "Tensor? per_key=None, " +
+      options + ") -> Tensor");
   define(
       "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor row_max, Tensor row_sum, float scale, *, "
@@ -116,8 +117,7 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
   define(
       "statistics_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, "
       "Tensor value, float scale, *, bool need_weights=False, " +
-      options +
-      ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor row_top, Tensor row_mean)");
+      options + ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor row_top, Tensor row_mean)");
   define("attention_scores(Tensor query, Tensor key, float scale, *, str kernel_name=\"\") -> Tensor");
   define(
       "attention_scores_backward(Tensor grad_scores, Tensor query, Tensor key, float scale, *, "

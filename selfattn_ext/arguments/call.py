@@ -47,6 +47,7 @@ class AttentionOptions(NamedTuple):
     query_offset: int | Tensor | None = DEFAULT_QUERY_OFFSET
     return_weights: bool = False
     return_lse: bool = False
+    return_aux: Any = None
 
 
 class AttentionCall(NamedTuple):

@@ -6,12 +6,14 @@ Each overload of a public function names its other arguments and takes one of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 from typing_extensions import Required
 
-__all__ = ["ForAny", "ForLse", "ForOut", "ForWeights", "ForWeightsAndLse", "Rules"]
+from ..aux_request import AuxRequest
+
+__all__ = ["ForAny", "ForAux", "ForLse", "ForOut", "ForWeights", "ForWeightsAndLse", "Rules"]
 
 
 class Rules(TypedDict, total=False):
@@ -49,8 +51,17 @@ class ForWeightsAndLse(Rules, total=False):
     return_lse: Required[Literal[True]]
 
 
+class ForAux(Rules, total=False):
+    """The flags of a call that returns (out, AuxOutput)."""
+
+    return_weights: Literal[False]
+    return_lse: Literal[False]
+    return_aux: Required[AuxRequest]
+
+
 class ForAny(Rules, total=False):
     """Flags whose values are known only when the program runs."""
 
     return_weights: bool
     return_lse: bool
+    return_aux: Any

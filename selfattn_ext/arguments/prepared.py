@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..formula_steps import default_scale
+from ..reference_statistics import AuxOutput
 from . import checks, shapes
 from .call import DEFAULT_QUERY_OFFSET, AttentionCall, AttentionOptions, OptionalTensor
 from .keywords import Keywords, causal_bias, keywords_for
@@ -76,7 +78,7 @@ def with_options(form: shapes.Canonical, options: AttentionOptions, keywords: Ke
         dtype = reference.accumulation_dtype(query.dtype)
         slopes = None if slopes is None else shapes.head_numbers(slopes, form, dtype)
         sinks = None if sinks is None else shapes.head_numbers(sinks, form, dtype)
-    scale = reference.default_scale(query.size(3)) if scale is None else checks.scale(scale)
+    scale = default_scale(query.size(3)) if scale is None else checks.scale(scale)
     return Tensors(query, key, value, mask, slopes, sinks), scale, keywords, form
 
 
@@ -110,13 +112,15 @@ def formula(
     score_function and visible are what ``attention`` there takes, or ``varlen_attention`` for packed
     sequences.
     """
-    query, key, value, mask, slopes, sinks, seed = tensors
+    query, key, value, mask, _, _, seed = tensors
     options = _formula_options(tensors, scale, keywords, score_function, visible)
     options |= {"dropout_p": keywords.get("dropout_p", 0.0), "dropout_seed": seed}
     if not is_packed(keywords):
         return reference.attention(query, key, value, mask, **options)
     out, weights, lse = reference.varlen_attention(
-        *map(_packed_rows, (query, key, value)),
+        _packed_rows(query),
+        _packed_rows(key),
+        _packed_rows(value),
         keywords["cu_seqlens_q"],
         keywords["cu_seqlens_k"],
         keywords["max_seqlen_q"],
@@ -133,7 +137,7 @@ def statistics_formula(
     keywords: Keywords,
     score_function: Callable[..., Tensor] | None = None,
     visible: Any = None,
-) -> reference.AuxOutput:
+) -> AuxOutput:
     """Computes all statistics of the same call by :func:`selfattn_ext.reference.score_statistics`."""
     query, key, mask = tensors.query, tensors.key, tensors.mask
     options = _formula_options(tensors, scale, keywords, score_function, visible)
@@ -147,7 +151,7 @@ def statistics_formula(
         _masks(mask, keywords),
         **options,
     )
-    return reference.AuxOutput(*(None if part is None else part.unsqueeze(0) for part in found))
+    return AuxOutput(*(None if part is None else part.unsqueeze(0) for part in found))
 
 
 def _formula_options(
@@ -173,7 +177,9 @@ def _packed_rows(tensor: Tensor) -> Tensor:
 
 def _masks(mask: OptionalTensor, keywords: Keywords) -> Any:
     """The mask of packed sequences, or a mask for each of them."""
-    return mask if mask is None or "mask_shapes" not in keywords else _own_masks(mask, keywords["mask_shapes"])
+    return (
+        mask if mask is None or "mask_shapes" not in keywords else _own_masks(mask, keywords["mask_shapes"])
+    )
 
 
 def is_packed(keywords: Keywords) -> bool:

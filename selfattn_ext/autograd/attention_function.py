@@ -41,7 +41,7 @@ from torch.autograd import Function, forward_ad
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, is_packed, keywords_of, refusals
 from ..arguments.shapes import of_packed
-from ..reference import default_scale
+from ..formula_steps import default_scale
 from . import by_formula, operator_calls
 from .differentiated import SOURCES, Inputs
 from .first_order import AttentionBackward

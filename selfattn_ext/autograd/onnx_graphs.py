@@ -27,6 +27,7 @@ from torch import Tensor
 from .. import ops, reference
 from ..arguments import Keywords, OptionalTensor, Tensors
 from ..fake_results import has_rows_outside
+from ..formula_steps import usable_softcap
 from ..masks import alibi_bias, visible_pairs
 from ..reference import AttentionResult
 
@@ -78,7 +79,7 @@ def attention(
         (keywords.get("window_left", -1), keywords.get("window_right", -1)),
         offset,
         _both(own, visible),
-        reference.usable_softcap(keywords.get("softcap", 0.0), torch.float32),
+        usable_softcap(keywords.get("softcap", 0.0), torch.float32),
     )
     has_operator = (
         query.dtype != torch.float64  # ONNX Runtime has no Attention of float64

@@ -31,7 +31,6 @@ from ..arguments import (
     OptionalTensor,
     Tensors,
     formula,
-    is_packed,
     keywords_of,
     refusals,
     statistics_formula,
@@ -41,12 +40,17 @@ from ..reference_statistics import AuxOutput
 from . import by_formula, operator_calls
 from .differentiated import SOURCES, Inputs
 
-__all__ = ["Rows", "attention_and_statistics", "forward", "gradient_keywords", "of_rows", "results_by_formula"]
+__all__ = [
+    "Rows",
+    "attention_and_statistics",
+    "forward",
+    "gradient_keywords",
+    "of_rows",
+    "results_by_formula",
+]
 
 _TENSORS = len(Tensors._fields)
 _MASK = Tensors._fields.index("mask")
-#: The statistics that have gradients, as gradients of them are named.
-_DIFFERENTIABLE = ("lse", "entropy", "mean_score", "key_weights")
 
 #: out, weights if they are wanted, and the statistics that are wanted.
 Results = tuple[Tensor, OptionalTensor, AuxOutput]
@@ -113,21 +117,27 @@ def _mean_score(rows: Rows, merged: Keywords) -> Tensor:
     assert rows.row_mean is not None
     shift = _shift(rows.row_max)
     mean = torch.where(rows.row_sum == 0, 0.0, shift + rows.row_mean)
-    share, sink, _ = _sink(rows, shift, merged)
-    return mean if share is None else mean - share * sink
+    sink = _sink(rows, shift, merged)
+    return mean if sink is None else mean - sink.weight * sink.score
 
 
-def _sink(rows: Rows, shift: Tensor, merged: Keywords) -> tuple[Tensor, Tensor, Tensor] | tuple[None, ...]:
-    """The weight of each row's sink, the sink and its distance from the maximum, 0 for a sink of -inf."""
+class _Sink(NamedTuple):
+    """Each row's sink: its weight, its score, and that less the maximum. All are 0 for a sink of -inf."""
+
+    weight: Tensor
+    score: Tensor
+    below: Tensor
+
+
+def _sink(rows: Rows, shift: Tensor, merged: Keywords) -> _Sink | None:
     sinks = merged.get("sinks")
     if sinks is None:
-        return None, None, None
+        return None
     sink = _sinks_of_rows(sinks, merged, rows.row_max)
     exists = sink != -torch.inf
     sink = torch.where(exists, sink, 0.0)
-    distance = torch.where(exists, sink - shift, 0.0)
-    share = torch.where(exists & (rows.row_sum != 0), torch.exp(distance) / rows.row_sum, 0.0)
-    return share, sink, distance
+    below = torch.where(exists, sink - shift, 0.0)
+    return _Sink(torch.where(exists & (rows.row_sum != 0), torch.exp(below) / rows.row_sum, 0.0), sink, below)
 
 
 def _sinks_of_rows(sinks: Tensor, merged: Keywords, row_max: Tensor) -> Tensor:
@@ -165,7 +175,7 @@ def gradient_keywords(
     if g_mean is not None or g_entropy is not None:
         assert rows.row_mean is not None
         shift = _shift(rows.row_max)
-        share, _, distance = _sink(rows, shift, keywords)
+        sink = _sink(rows, shift, keywords)
         zero = torch.zeros_like(shift)
         slope, own = zero, zero
         if g_mean is not None:
@@ -174,10 +184,10 @@ def gradient_keywords(
         if g_entropy is not None:
             add(-g_entropy * rows.row_mean)
             slope = slope - g_entropy
-            if share is not None:
-                own = own - g_entropy * distance
+            if sink is not None:
+                own = own - g_entropy * sink.below
         added["grad_mean"] = slope
-        if share is not None:
+        if sink is not None:
             added["grad_sink"] = own
     if g_keys is not None:
         added["grad_keys"] = g_keys
@@ -191,9 +201,7 @@ def gradient_keywords(
     return added
 
 
-def attention_and_statistics(
-    tensors: Tensors, scale: float, keywords: Keywords, wanted: Wanted
-) -> Results:
+def attention_and_statistics(tensors: Tensors, scale: float, keywords: Keywords, wanted: Wanted) -> Results:
     """Computes differentiable attention of four-dimensional tensors, and the statistics that are wanted.
 
     ``keywords`` are further keyword arguments of the operators; those at their default are left out.
@@ -242,7 +250,7 @@ class _AttentionAndStatistics(Function):
             named["weights"] = ops.attention_weights(query, key, rows.row_max, rows.row_sum, scale, **merged)
         # Note [Rounded outputs] in attention_function.py says why 16-bit weights do not help the backward.
         kept = None if query.dtype in ops.SIXTEEN_BITS else named.get("weights")
-        ctx.save_for_backward(*tensors, *rows, *(None,) * (len(Rows._fields) - len(rows)), kept)
+        ctx.save_for_backward(*tensors, *rows, kept)
         ctx.call = (scale, keywords, wanted)
         ctx.set_materialize_grads(False)
         if found.max_scores is not None:
@@ -260,12 +268,10 @@ class _AttentionAndStatistics(Function):
             inputs = Inputs(
                 **tensors._asdict(), scale=scale, keywords=keywords, need_mask_grad=need_mask_grad
             )
-            gradients = _differentiable_gradients(inputs, wanted, grads)
+            gradients: Sequence[Any] = _differentiable_gradients(inputs, wanted, grads)
         else:
             named.pop("max_scores", None)
-            gradients = _gradients(
-                named, grads[0], tensors, rows, weights, scale, keywords, need_mask_grad
-            )
+            gradients = _gradients(named, grads[0], tensors, rows, weights, scale, keywords, need_mask_grad)
         needed = [
             gradient if need else None
             for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False)

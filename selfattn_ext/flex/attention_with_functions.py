@@ -31,9 +31,11 @@ from ..arguments import (
     shapes,
     split_blocks,
 )
-from ..attend import attend, dropout_seed
+from ..attend import attend, aux_output, dropout_seed
 from ..autograd.graph_operators import is_exporting_vmap, is_tracing_graph
+from ..aux_request import Wanted, returned, wanted
 from ..reference import accumulation_dtype
+from ..reference_statistics import AuxOutput
 from . import block_masks, compiler, formula, graphs, kernel_calls
 from .flex_call import Call, Functions, PythonCall, ScoreMod, check_functions
 from .nodes import UnsupportedFunctionError
@@ -85,8 +87,9 @@ def flex_attention(
         enable_gqa: allows H query heads against Hk kv heads where Hk divides H.
         return_lse: also return the log-sum-exp of the scores (B, H, L).
         kernel_options: those of torch's kernels; they change no result and are ignored.
-        return_aux: a :class:`torch.nn.attention.flex_attention.AuxRequest`: also return an AuxOutput with the
-            log-sum-exp and the largest score of each query (B, H, L), in float32 (float64).
+        return_aux: an :class:`selfattn_ext.AuxRequest`, or that of
+            :mod:`torch.nn.attention.flex_attention`: also return an AuxOutput with the statistics that it
+            asks for.
         attn_mask, dropout_p, is_causal: as :func:`selfattn_ext.scaled_dot_product_attention` takes them.
         window_size, softcap, alibi_slopes, sinks, query_offset: likewise. softcap and ALiBi come before
             score_mod, masks after it.
@@ -125,25 +128,53 @@ def flex_attention(
         >>> slopes.grad.shape
         torch.Size([2])
     """
-    wants_lse = return_lse or bool(return_aux is not None and return_aux.lse)
-    options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-        query_offset, return_weights, wants_lse,
-    )  # fmt: skip
     _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux)
     functions = Functions(score_mod, None if block_mask is None else block_mask.mask_mod, block_mask)
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+        query_offset, return_weights, return_lse, return_aux,
+    )  # fmt: skip
     call = AttentionCall(query, key, value, options)
+    if return_aux is not None and _in_graph(query) and not _leaves_graph(wanted(return_aux, False, False)):
+        return _graph_results(call, functions)
+    return attend(
+        call, lambda given: with_functions(prepare(given), options, functions), call_checks.attention
+    )
+
+
+def _in_graph(query: Tensor) -> bool:
+    """Tells whether a call becomes a step of a graph."""
+    return is_tracing_graph() and (query.is_cpu or torch.compiler.is_exporting())
+
+
+def _leaves_graph(wants: Wanted) -> bool:
+    """Tells whether a call has results that steps of a graph do not have.
+
+    Raises:
+        RuntimeError: torch.export traces the call, which cannot leave its graph.
+    """
+    leaves = wants.entropy or wants.mean_score or wants.key_weights
+    if leaves and torch.compiler.is_exporting():
+        raise RuntimeError(
+            "torch.export has the statistics lse and max_scores of flex_attention alone, not entropy, "
+            "mean_score and key_weights"
+        )
+    return leaves
+
+
+def _graph_results(call: AttentionCall, functions: Functions) -> Any:
+    """The results of a call that becomes a step of a graph, with lse and max_scores alone as statistics."""
+    request, options = call.options.return_aux, call.options
+    wants = wanted(request, options.return_weights, False)
+    options = options._replace(return_lse=wants.lse, return_aux=None)
+    call = call._replace(options=options)
     results = attend(
         call, lambda given: with_functions(prepare(given), options, functions), call_checks.attention
     )
-    if return_aux is None:
-        return results
     out, *rest = results if isinstance(results, tuple) else (results,)
-    largest = _largest_scores(call, functions) if return_aux.max_scores else None
-    from torch.nn.attention.flex_attention import AuxOutput
-
-    aux = AuxOutput(lse=rest[-1] if wants_lse else None, max_scores=largest)
-    return (out, *rest[:1], aux) if return_weights else (out, aux)
+    largest = _largest_scores(call, functions) if wants.max_scores else None
+    found = AuxOutput(lse=rest.pop() if wants.lse else None, max_scores=largest)
+    return (out, *rest, returned(request, found, call.key.size(1)))
 
 
 def _check(
@@ -181,29 +212,35 @@ def _check(
         block_masks.check_size(block_mask, query, key)
 
 
-def with_functions(prepared: Prepared, options: AttentionOptions, functions: Functions) -> shapes.Results:
-    """Differentiable attention of a batch or of packed sequences."""
-    out, weights, lse, _ = _all_results(prepared, options, functions)
-    form = prepared[3]
-    results = out, weights if options.return_weights else None, lse if options.return_lse else None
-    return shapes.restored(form, *results) if form.packed else results
+def with_functions(prepared: Prepared, options: AttentionOptions, functions: Functions) -> Any:
+    """Differentiable attention of a batch or of packed sequences: (out, weights, lse), and what return_aux
+    asks for.
+    """
+    form, request = prepared[3], options.return_aux
+    wants = Wanted(options.return_weights, options.return_lse)
+    if request is not None:
+        wants = wanted(request, *wants[:2])
+    out, weights, found, _ = _all_results(prepared, wants, functions)
+    results = out, weights if options.return_weights else None, found.lse if options.return_lse else None
+    in_form = shapes.restored(form, *results) if form.packed else results
+    return in_form if request is None else (*in_form, aux_output(options, form, found))
 
 
-def _all_results(prepared: Prepared, options: AttentionOptions, functions: Functions) -> tuple[Any, ...]:
-    """out, and weights, lse and row_max as far as they are computed."""
+def _all_results(prepared: Prepared, wants: Wanted, functions: Functions) -> tuple[Any, ...]:
+    """out, and weights, statistics and row_max as far as they are computed."""
     split_blocks.refuse("flex_attention")
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
-    wants = options.return_weights, options.return_lse
-    if is_tracing_graph() and (tensors.query.is_cpu or torch.compiler.is_exporting()):
-        return graphs.traced_results(tensors, scale, keywords, wants, functions)
-    return _outside_of_graphs(tensors, scale, keywords, options, functions)
+    if _in_graph(tensors.query) and not wants.max_scores and not _leaves_graph(wants):
+        out, weights, lse, row_max = graphs.traced_results(tensors, scale, keywords, wants[:2], functions)
+        return out, weights, AuxOutput(lse), row_max
+    return _outside_of_graphs(tensors, scale, keywords, wants, functions)
 
 
 @graphs.outside_of_graphs
 def _outside_of_graphs(
-    tensors: Tensors, scale: float, keywords: Keywords, options: AttentionOptions, functions: Functions
+    tensors: Tensors, scale: float, keywords: Keywords, wants: Wanted, functions: Functions
 ) -> tuple[Any, ...]:
     blocks = size = None
     if functions.block_mask is not None:
@@ -211,9 +248,11 @@ def _outside_of_graphs(
         size = tuple(functions.block_mask.BLOCK_SIZE)
     dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
     in_python = PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
+    has_statistics = wants.of_rows() or wants.key_weights
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         is_exporting_vmap()  # raises for derivatives
-        return (*formula.at_once(in_python), None)
+        out, weights, lse = formula.at_once(in_python)
+        return out, weights, formula.statistics_at_once(in_python) if has_statistics else AuxOutput(lse), None
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
         sizes = kernel_calls.sizes_of(*tensors[:2], keywords)
@@ -221,10 +260,10 @@ def _outside_of_graphs(
         keywords = {**keywords, **kernel_calls.loaded(traced, blocks is not None)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         kernel_calls.warn(reason)
-        return (*formula.in_rows(in_python), None)
-    wants = options.return_weights, options.return_lse
+        out, weights, lse = formula.in_rows(in_python)
+        return out, weights, formula.statistics_in_rows(in_python) if has_statistics else AuxOutput(lse), None
     return kernel_calls.all_results(
-        tensors, Call(scale, keywords, *wants, traced, blocks, size), traced.tensors
+        tensors, Call(scale, keywords, wants, traced, blocks, size), traced.tensors
     )
 
 
@@ -232,11 +271,10 @@ def _largest_scores(call: AttentionCall, functions: Functions) -> Tensor:
     """(B, H, L), the largest score of each query. 16-bit kernels may not know it, so float32 computes it."""
     dtype = accumulation_dtype(call.query.dtype)
     query, key, value = (tensor.detach().to(dtype) for tensor in (call.query, call.key, call.value[..., :0]))
-    options = call.options._replace(dropout_p=0.0, sinks=None, return_weights=False)
+    options = call.options._replace(dropout_p=0.0, sinks=None)
     with torch.no_grad():
-        _, weights, lse, largest = _all_results(
-            prepare(AttentionCall(query, key, value, options)), options, functions
-        )
+        prepared = prepare(AttentionCall(query, key, value, options))
+        _, weights, found, largest = _all_results(prepared, Wanted(lse=True), functions)
         if largest is None:
-            largest = lse + torch.log(weights.amax(-1))
+            largest = found.lse + torch.log(weights.amax(-1))
     return largest

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..arguments import Keywords, OptionalTensor, Tensors
+from ..aux_request import Wanted
 from .tracing import Traced
 
 __all__ = ["Call", "Functions", "MaskMod", "PythonCall", "ScoreMod", "check_functions"]
@@ -31,8 +32,7 @@ class Call(NamedTuple):
 
     scale: float
     keywords: Keywords
-    want_weights: bool
-    want_lse: bool
+    wanted: Wanted
     traced: Traced
     blocks: OptionalTensor
     block_size: tuple[int, int] | None

@@ -6,23 +6,24 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..arguments import Keywords, OptionalTensor, Tensors, is_packed
+from ..arguments import Keywords, OptionalTensor, Tensors, is_packed, statistics_formula
 from ..arguments import formula as plain_formula
 from ..reference import AttentionResult, accumulation_dtype
+from ..reference_statistics import AuxOutput
 from .block_masks import visible_blocks
 from .flex_call import Call, PythonCall
 from .indexing import Indexing
 from .nodes import Load, Node, replay
 from .tracing import INDEX_DTYPE
 
-__all__ = ["at_once", "gradients", "in_rows", "of_traced"]
+__all__ = ["at_once", "gradients", "in_rows", "of_traced", "statistics_at_once", "statistics_in_rows"]
 
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
@@ -42,11 +43,11 @@ def of_traced(
     tensors: Tensors,
     captured: Sequence[Tensor],
     call: Call,
-    compute: Callable[..., AttentionResult] = plain_formula,
-) -> AttentionResult:
+    compute: Callable[..., Any] = plain_formula,
+) -> Any:
     """A call whose functions have been recorded, with these captured tensors in place of the recorded.
 
-    ``compute`` is given what :func:`selfattn_ext.arguments.formula` takes.
+    ``compute`` is given what :func:`selfattn_ext.arguments.formula` takes, and its result is returned.
     """
     traced, function = call.traced, call.traced.function
     position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
@@ -85,10 +86,12 @@ def gradients(
     tensors: Tensors,
     captured: Sequence[Tensor],
     call: Call,
-    cotangents: Sequence[OptionalTensor],
+    cotangents: Mapping[str, OptionalTensor],
     needs: Sequence[bool],
 ) -> list[OptionalTensor]:
     """The gradients of tensors and captured tensors where they are needed, differentiable in turn.
+
+    ``cotangents`` are those of out, weights and statistics, by their names.
 
     Raises:
         RuntimeError: the function does what cannot be computed again for all scores at once.
@@ -102,8 +105,18 @@ def gradients(
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
         size = len(Tensors._fields)
-        result = of_traced(Tensors(*aliases[:size]), aliases[size:], call)  # type: ignore[arg-type]
-        ends = [(end, given) for end, given in zip(result, cotangents, strict=True) if given is not None]
+        of_tensors: Any = aliases[:size]
+        of_captured: Any = aliases[size:]
+
+        def computed(compute: Callable[..., Any]) -> dict[str, Tensor]:
+            found = of_traced(Tensors(*of_tensors), of_captured, call, compute)
+            return dict(found._asdict())
+
+        wanted_ends = {name: given for name, given in cotangents.items() if given is not None}
+        results = computed(plain_formula)
+        if wanted_ends.keys() - results.keys():
+            results |= computed(statistics_formula)
+        ends = [(results[name], given) for name, given in wanted_ends.items()]
         wanted = [alias for alias, need in zip(aliases, needs, strict=False) if alias is not None and need]
         found = iter(
             torch.autograd.grad(
@@ -119,7 +132,28 @@ def gradients(
 
 def at_once(call: PythonCall) -> AttentionResult:
     """A call by the formula, differentiable in every mode and under torch.func."""
-    return _attention(call.tensors, call, _python(call))
+    result: AttentionResult = _attention(call.tensors, call, _python(call))
+    return result
+
+
+def statistics_at_once(call: PythonCall) -> AuxOutput:
+    """All statistics of a call, likewise."""
+    result: AuxOutput = _attention(call.tensors, call, _python(call), compute=statistics_formula)
+    return result
+
+
+def statistics_in_rows(call: PythonCall) -> AuxOutput:
+    """All statistics of a call, some queries at a time as in :func:`in_rows`."""
+    parts = _parts(call.tensors, call.keywords)
+    if len(parts) == 1:
+        return statistics_at_once(call)
+    results: Any = [
+        checkpoint(_rows, call, first, count, statistics_formula, use_reentrant=False)
+        for first, count in parts
+    ]
+    *of_rows, of_keys = zip(*results, strict=True)
+    joined: Any = [*(torch.cat(parts, 2) for parts in of_rows), sum(of_keys)]
+    return AuxOutput(*joined)
 
 
 def in_rows(call: PythonCall) -> AttentionResult:
@@ -144,10 +178,10 @@ def _parts(tensors: Tensors, keywords: Keywords) -> list[tuple[int, int]]:
     return [(first, min(at_a_time, length - first)) for first in range(0, length, at_a_time)]
 
 
-def _rows(call: PythonCall, first: int, count: int) -> AttentionResult:
+def _rows(call: PythonCall, first: int, count: int, compute: Callable[..., Any] = plain_formula) -> Any:
     """Queries first .. first + count - 1."""
     part, keywords = _of_rows(call.tensors, call.keywords, first, count)
-    return _attention(part, call._replace(keywords=keywords), _python(call), first)
+    return _attention(part, call._replace(keywords=keywords), _python(call), first, compute)
 
 
 def _of_rows(tensors: Tensors, keywords: Keywords, first: int, count: int) -> tuple[Tensors, Keywords]:
@@ -193,8 +227,8 @@ def _attention(
     call: Call | PythonCall,
     functions: _OfAllScores,
     first: int = 0,
-    compute: Callable[..., AttentionResult] = plain_formula,
-) -> AttentionResult:
+    compute: Callable[..., Any] = plain_formula,
+) -> Any:
     """Attention of a batch, whose query 0 is number ``first``, or of packed sequences one after the other."""
     query, key = tensors.query, tensors.key
     batch, heads, length = query.shape[:3]

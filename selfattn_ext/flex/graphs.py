@@ -40,6 +40,7 @@ from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
 from ..autograd import onnx_graphs
 from ..autograd.graph_operators import arguments_of, composed
+from ..aux_request import Wanted
 from ..build import sources
 from . import block_masks, compiler, formula, kernel_calls, written
 from .flex_call import Call, Functions
@@ -214,8 +215,9 @@ def _computed(
         return _torchs(tensors, scale, functions, blocks)
     want_weights, want_lse = given["wants"]
     if text is None:
-        call = Call(scale, keywords, want_weights, want_lse, traced, block_map, size)
-        return kernel_calls.all_results(tensors, call, captured)
+        call = Call(scale, keywords, Wanted(want_weights, want_lse), traced, block_map, size)
+        out, weights, found, row_max = kernel_calls.all_results(tensors, call, captured)
+        return out, weights, found.lse, row_max
     keywords = {
         **keywords_of(tensors, keywords),
         "return_weights": want_weights,
@@ -251,15 +253,17 @@ def _attention(
 ) -> list[Tensor]:
     tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
     size = None if block_size is None else (block_size[0], block_size[1])
+    wanted = Wanted(return_weights, return_lse)
     if onnx_graphs.is_exporting():
         traced = written.recorded(score_function)
-        call = Call(scale, keywords, return_weights, return_lse, traced, block_map, size)
+        call = Call(scale, keywords, wanted, traced, block_map, size)
         compute = functools.partial(onnx_graphs.attention, want_weights=return_weights, want_lse=return_lse)
         out, weights, lse = formula.of_traced(tensors, captured, call, compute)
         return [out, weights, lse, lse + weights.amax(-1).log() if lse.dim() == 3 else lse]
     traced, loaded = written.read(score_function, block_map is not None)
-    call = Call(scale, {**keywords, **loaded}, return_weights, return_lse, traced, block_map, size)
-    results = kernel_calls.all_results(tensors, call, captured)
+    call = Call(scale, {**keywords, **loaded}, wanted, traced, block_map, size)
+    out, weights, found, row_max = kernel_calls.all_results(tensors, call, captured)
+    results = (out, weights, found.lse, row_max)
     return [query.new_empty(0) if result is None else result for result in results]
 
 

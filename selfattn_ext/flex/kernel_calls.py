@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import ops
-from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
-from ..autograd import operator_calls
+from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of, refusals
+from ..autograd import operator_calls, statistics
+from ..reference_statistics import AuxOutput
 from . import compiler, cuda_compiler, formula
 from .flex_call import Call
 from .source import source_of
@@ -28,17 +29,19 @@ _MASK = Tensors._fields.index("mask")
 
 def all_results(
     tensors: Tensors, call: Call, captured: Sequence[Tensor]
-) -> tuple[Tensor, OptionalTensor, OptionalTensor, Tensor]:
-    """out, weights and lse as far as they are wanted, and row_max.
+) -> tuple[Tensor, OptionalTensor, AuxOutput, Tensor]:
+    """out, weights and statistics as far as they are wanted, and row_max.
 
     ``captured`` are the tensors that ``call.traced`` has, or others in their place.
     """
     requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if torch.is_grad_enabled() and (requires_grad or any(call.traced.wanted()) or call.traced.failure):
         out, row_max, *rest = _FlexAttention.apply(*tensors, *captured, call)
-        return out, rest[0] if call.want_weights else None, rest[-1] if call.want_lse else None, row_max
-    out, row_max, row_sum, weights, _ = _forward(tensors, call, captured)
-    return out, weights, row_max + torch.log(row_sum), row_max
+        named = dict(zip(call.wanted.names(), rest, strict=True))
+    else:
+        rows, named = _forward(tensors, call, captured)
+        out, row_max = rows.out, rows.row_max
+    return out, named.pop("weights", None), AuxOutput(**named), row_max
 
 
 def sizes_of(query: Tensor, key: Tensor, keywords: Keywords) -> tuple[int, int, int, int]:
@@ -101,80 +104,87 @@ def inputs_of(traced: Traced, captured: Sequence[Tensor]) -> Keywords:
     return {name: read for name, read in given.items() if read}
 
 
-def _forward(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> tuple[Any, ...]:
-    """out, row_max, row_sum, weights if wanted, out_residual."""
+def _forward(
+    tensors: Tensors, call: Call, captured: Sequence[Tensor]
+) -> tuple[statistics.Rows, dict[str, Tensor]]:
+    """The numbers of each row, and the results beside out that are wanted, by their names."""
     query, key, value = tensors[:3]
     merged = _merged(tensors, call, captured)
-    out, row_max, row_sum, residual = operator_calls.forward(
-        query, key, value, call.scale, merged, call.want_weights
-    )
-    weights = None
-    if call.want_weights:
-        weights = ops.attention_weights(query, key, row_max, row_sum, call.scale, **merged)
-    return out, row_max, row_sum, weights, residual
+    rows = statistics.forward(query, key, value, call.scale, merged, call.wanted)
+    named = statistics.of_rows(rows, query, key, call.scale, merged, call.wanted)._asdict()
+    if call.wanted.weights:
+        named["weights"] = ops.attention_weights(query, key, rows.row_max, rows.row_sum, call.scale, **merged)
+    return rows, {name: named[name] for name in call.wanted.names()}
 
 
 class _FlexAttention(Function):
-    """Takes the tensors of a call, the captured ones and the call; returns out, row_max, [weights], [lse]."""
+    """Takes the tensors of a call, the captured ones and the call; returns out, row_max, and what is wanted
+    in the order of :class:`Wanted`.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         *given, call = inputs
         tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
-        out, row_max, row_sum, weights, residual = _forward(tensors, call, captured)
-        saved_weights = None if out.dtype in ops.SIXTEEN_BITS else weights
-        ctx.save_for_backward(*given, out, row_max, row_sum, residual, saved_weights)
+        rows, named = _forward(tensors, call, captured)
+        weights = None if rows.out.dtype in ops.SIXTEEN_BITS else named.get("weights")
+        ctx.save_for_backward(*given, *rows, weights)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(row_max)
-        lse = [row_max + torch.log(row_sum)] if call.want_lse else []
-        return (out, row_max, *([] if weights is None else [weights]), *lse)
+        fixed = [named["max_scores"]] if call.wanted.max_scores else []
+        ctx.mark_non_differentiable(rows.row_max, *fixed)
+        return (rows.out, rows.row_max, *named.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         call: Call = ctx.call
         if call.traced.failure is not None:
             raise RuntimeError(call.traced.failure)
-        *given, out, row_max, row_sum, residual, weights = operator_calls.saved_tensors(ctx)
+        *given, weights = operator_calls.saved_tensors(ctx)
+        size = len(given) - len(statistics.Rows._fields)
+        rows, given = statistics.Rows(*given[size:]), given[:size]
         tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
-        cotangents = (
-            torch.zeros_like(out) if grads[0] is None else grads[0],
-            grads[2] if call.want_weights else None,
-            grads[-1] if call.want_lse else None,
-        )
+        named = {"out": grads[0], **dict(zip(call.wanted.names(), grads[2:], strict=True))}
+        named.pop("max_scores", None)
         needs = ctx.needs_input_grad
         if operator_calls.is_differentiated():
-            return (*formula.gradients(tensors, captured, call, cotangents, needs), None)
-        saved = (out, row_max, row_sum, residual, weights)
-        merged = _merged(tensors, call, captured)
-        results = operator_calls.backward(cotangents, tensors, saved, call.scale, merged, needs[_MASK])
-        of_captured = _captured_gradients(call, captured, needs[_TENSORS:], tensors, cotangents, saved)
+            return (*formula.gradients(tensors, captured, call, named, needs), None)
+        grad_out = named.pop("out")
+        cotangents = (
+            torch.zeros_like(rows.out) if grad_out is None else grad_out,
+            named.pop("weights", None),
+            None,
+        )
+        saved = (rows.out, rows.row_max, rows.row_sum, rows.residual, weights)
+        of_forward = _merged(tensors, call, captured)
+        merged = operator_calls.backward_keywords(cotangents, tensors, saved, call.scale, of_forward)
+        merged = merged | statistics.gradient_keywords(
+            AuxOutput(**named), tensors, rows, call.scale, of_forward, merged
+        )
+        place = (cotangents[0], *tensors[:3], rows.out, rows.row_max, rows.row_sum, call.scale)
+        try:
+            results = ops.attention_backward(*place, need_mask_grad=needs[_MASK], **merged)
+        except MemoryError as error:
+            raise refusals.out_of_memory(error, tensors.query) from None
+        of_captured = _captured_gradients(call, captured, needs[_TENSORS:], place, merged)
         gradients = (*results, None, *of_captured)
         return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=False)), None)
 
 
 def _captured_gradients(
-    call: Call,
-    captured: Sequence[Tensor],
-    needs: Sequence[bool],
-    tensors: Tensors,
-    cotangents: operator_calls.Cotangents,
-    saved: operator_calls.Saved,
+    call: Call, captured: Sequence[Tensor], needs: Sequence[bool], place: tuple[Any, ...], merged: Keywords
 ) -> list[OptionalTensor]:
-    """The gradient of each captured tensor, None if it has none or is not needed."""
+    """The gradient of each captured tensor, None if it has none or is not needed.
+
+    ``place`` and ``merged`` are the arguments of the backward.
+    """
     wanted = [has and need for has, need in zip(call.traced.wanted(), needs, strict=False)]
     sizes = [tensor.numel() if want else 0 for tensor, want in zip(captured, wanted, strict=True)]
     if not any(sizes):
         return [None] * len(captured)
-    query, key, value = tensors[:3]
-    out, row_max, row_sum = saved[:3]
-    merged = operator_calls.backward_keywords(
-        cotangents, tensors, saved, call.scale, _merged(tensors, call, captured)
-    )
     joined = ops.attention_captured_gradients(
-        cotangents[0], query, key, value, out, row_max, row_sum, call.scale,
-        captured_sizes=sizes, exclusive=call.traced.exclusive, **merged,
-    )  # fmt: skip
+        *place, captured_sizes=sizes, exclusive=call.traced.exclusive, **merged
+    )
     parts = joined.split(sizes)
     return [
         part.view(tensor.shape).to(tensor.dtype) if want else None

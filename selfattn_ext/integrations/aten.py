@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import ops
 from ..arguments import AttentionOptions, keywords_for
 from ..arguments.shapes import dense_rows
-from ..reference import default_scale
+from ..formula_steps import default_scale
 
 __all__ = ["backward", "forward", "in_order", "in_order_of", "mask_of"]
 

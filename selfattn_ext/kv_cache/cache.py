@@ -39,8 +39,9 @@ from .step_with_functions import attend_with_functions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..arguments.overloads import ForAny, ForAux, ForLse, ForOut, ForWeights, ForWeightsAndLse
     from ..flex.flex_call import MaskMod, ScoreMod
+    from ..reference_statistics import AuxOutput
 
 __all__ = ["KVCache"]
 
@@ -299,6 +300,12 @@ class KVCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAux],
+    ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
+        dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
         score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
     ) -> Any: ...  # fmt: skip
 
@@ -321,6 +328,7 @@ class KVCache:
         mask_mod: MaskMod | None = None,
         return_weights: bool = False,
         return_lse: bool = False,
+        return_aux: Any = None,
     ) -> Any:
         """Writes the keys and values of the step into a layer, and attends to all that the sequences have.
 
@@ -332,11 +340,12 @@ class KVCache:
             attn_mask, dropout_p, scale: as in :func:`selfattn_ext.attention_with_kvcache`.
             is_causal: likewise, but True by default.
             window_size, softcap, alibi_slopes, sinks, score_mod, mask_mod: likewise.
-            return_weights, return_lse: likewise.
+            return_weights, return_lse, return_aux: likewise.
 
         Returns:
-            out, shaped as query with the value's head dim; with the weights (B, H, L, capacity) and the lse,
-            (B, H, L) or packed (H, total), if asked for. It has no gradients.
+            out, shaped as query with the value's head dim; with the weights (B, H, L, capacity), the lse,
+            (B, H, L) or packed (H, total), and an :class:`selfattn_ext.AuxOutput`, whose key_weights are
+            (B, H, capacity), if asked for. It has no gradients.
 
         Raises:
             ValueError, TypeError: naming the argument, what was given and what is allowed; the cache is then
@@ -344,7 +353,7 @@ class KVCache:
         """
         options = AttentionOptions(
             attn_mask, dropout_p, is_causal, scale, True, window_size, softcap, alibi_slopes, sinks, None,
-            return_weights, return_lse,
+            return_weights, return_lse, return_aux,
         )  # fmt: skip
         split_blocks.refuse("KVCache.attend")
         try:
@@ -365,11 +374,11 @@ class KVCache:
             call = AttentionCall(query, key, value, options)
             raise explained(refusal, query, cache_checks.attend, self, self._step, layer, call) from None
         if query.dim() == 3:
-            return results(*shapes.restored_packed(*step))
-        out, weights, lse = step
+            return results(*shapes.restored_packed(*step[:3]), *step[3:])
+        out, weights, lse, *aux = step
         if self.layout == "blhd":
             out = out.transpose(1, 2)
-        return out if weights is None and lse is None else results(out, weights, lse)
+        return out if weights is None and lse is None and not aux else results(out, weights, lse, *aux)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the keys and values of the step into a layer, and does not attend.

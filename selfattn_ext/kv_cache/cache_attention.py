@@ -33,8 +33,9 @@ from .step_with_functions import attend_with_functions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..arguments.overloads import ForAny, ForAux, ForLse, ForOut, ForWeights, ForWeightsAndLse
     from ..flex.flex_call import MaskMod, ScoreMod
+    from ..reference_statistics import AuxOutput
 
 __all__ = ["attention_with_kvcache"]
 
@@ -86,6 +87,14 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAux],
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+@overload
+def attention_with_kvcache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
+    value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
     score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
@@ -114,6 +123,7 @@ def attention_with_kvcache(
     mask_mod: MaskMod | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_aux: Any = None,
 ) -> Any:
     """Attention of a step of a decoder: writes the new keys and values into the cache, then attends to it.
 
@@ -153,10 +163,13 @@ def attention_with_kvcache(
         mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)`` returns whether the query sees the key; not a
             BlockMask, but such a function.
         return_weights, return_lse: also return the weights, after dropout, and the log-sum-exp.
+        return_aux: an :class:`selfattn_ext.AuxRequest`: also return the statistics that it asks for.
 
     Returns:
         out (B, H, L, Ev) in the layout of query, or (out, weights), (out, lse), (out, weights, lse) with
-        weights (B, H, L, capacity), 0 past the last key, and lse (B, H, L).
+        weights (B, H, L, capacity), 0 past the last key, and lse (B, H, L); for return_aux an
+        :class:`selfattn_ext.AuxOutput` at the end, whose key_weights (B, H, capacity) are 0 past the last
+        key.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; among others for a
@@ -185,7 +198,7 @@ def attention_with_kvcache(
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-        query_offset, return_weights, return_lse,
+        query_offset, return_weights, return_lse, return_aux,
     )  # fmt: skip
     split_blocks.refuse("attention_with_kvcache")
     if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks):
@@ -227,10 +240,10 @@ def attention_with_kvcache(
             _add_end(keywords, length, q.size(2), alibi_slopes is not None)
         step = (q, keys, values, k, v, q.size(0), options, keywords)
         if score_mod is None and mask_mod is None:
-            out, weights, lse = attend_to_cache(*step)
+            out, weights, lse, *aux = attend_to_cache(*step)
         else:
             first = length - q.size(2) if query_offset is None else query_offset
-            out, weights, lse = attend_with_functions(*step, score_mod, mask_mod, first)
+            out, weights, lse, *aux = attend_with_functions(*step, score_mod, mask_mod, first)
     except REFUSALS as refusal:
         call = KVCacheCall(
             query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, score_mod,
@@ -239,7 +252,7 @@ def attention_with_kvcache(
         raise explained(refusal, query, cache_checks.attention, call, transposed) from None
     if transposed:
         out = out.transpose(1, 2)
-    return out if weights is None and lse is None else results(out, weights, lse)
+    return out if weights is None and lse is None and not aux else results(out, weights, lse, *aux)
 
 
 def _length_after(

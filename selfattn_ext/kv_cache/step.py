@@ -23,12 +23,15 @@ from ..arguments import (
     shapes,
     with_options,
 )
-from ..attend import dropout_seed
-from ..autograd import onnx_graphs
+from ..attend import aux_output, dropout_seed
+from ..autograd import onnx_graphs, statistics
 from ..autograd.graph_operators import arguments_of, composed
+from ..aux_request import Wanted, wanted
 from ..flex import formula, written
 from ..flex.flex_call import Call
-from ..reference import default_scale
+from ..flex.graphs import outside_of_graphs
+from ..formula_steps import default_scale
+from ..reference_statistics import AuxOutput
 from . import cache_checks
 
 __all__ = ["append_to_cache", "attend_to_cache", "name_in_graphs", "page_numbers"]
@@ -63,14 +66,14 @@ def attend_to_cache(
     options: AttentionOptions,
     keywords: Keywords,
     compute: Callable[..., shapes.Results] | None = None,
-) -> shapes.Results:
-    """The step in the operators' form: (out, weights if wanted, lse if wanted).
+) -> Any:
+    """The step in the operators' form: (out, weights if wanted, lse if wanted), and what return_aux asks for.
 
     Tensors are (B, H, L, E), or (1, H, total, E) if queries are packed; ``keywords`` have all options but
     the tensors among them, and seqlens_k are the lengths after the step. ``compute`` takes the place of
     :func:`_attended`.
     """
-    mask, _, _, scale, _, _, _, slopes, sinks, _, want_weights, want_lse = options
+    mask, _, _, scale, _, _, _, slopes, sinks, _, want_weights, want_lse, request = options
     if _is_any_autocast_enabled():
         # A cast copy of a cache would not be written to the cache; so the others take its dtype.
         (query,) = autocast(query, dtype=key_cache.dtype)
@@ -89,6 +92,14 @@ def attend_to_cache(
             raise ValueError("key without value")
     else:
         key, value = _written(key, value, key_cache.dtype)
+    if request is not None:
+        if _is_exporting():
+            raise RuntimeError("torch.export has no statistics (return_aux) of attention to a cache")
+        wants = wanted(request, want_weights, want_lse)
+        step = (query, key_cache, value_cache, key, value, factor, keywords)
+        out, weights, found = _attended_with_statistics(*step, wants)
+        form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4, "cu_seqlens_q" in keywords)
+        return out, weights, found.lse if want_lse else None, aux_output(options, form, found)
     if compute is None:
         compute = _put_in_graph if _is_compiling() or _is_exporting() else _attended
     return compute(query, key_cache, value_cache, key, value, factor, keywords, want_weights, want_lse)
@@ -106,13 +117,7 @@ def _attended(
     want_lse: bool,
 ) -> shapes.Results:
     """The step, once all arguments are in the operators' form."""
-    if _is_grad_enabled():
-        for tensor in (query, key_cache, value_cache, key, value, *map(keywords.get, _WITH_GRADIENTS)):
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError("no gradients")
-    if _are_transforms_active() or forward_ad._current_level >= 0:
-        others = map(keywords.get, _WITH_GRADIENTS)
-        cache_checks.no_derivatives((query, key_cache, value_cache, key, value, *others))
+    _refuse_derivatives(query, key_cache, value_cache, key, value, keywords)
     given = {**keywords, "need_weights": True} if want_weights else keywords
     if key is None or value is None:
         out, row_max, row_sum, _ = ops.direct_forward(query, key_cache, value_cache, factor, **given)
@@ -126,6 +131,50 @@ def _attended(
     if want_weights:
         weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **keywords)
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
+
+
+def _refuse_derivatives(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    keywords: Keywords,
+) -> None:
+    if _is_grad_enabled():
+        for tensor in (query, key_cache, value_cache, key, value, *map(keywords.get, _WITH_GRADIENTS)):
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError("no gradients")
+    if _are_transforms_active() or forward_ad._current_level >= 0:
+        others = map(keywords.get, _WITH_GRADIENTS)
+        cache_checks.no_derivatives((query, key_cache, value_cache, key, value, *others))
+
+
+@outside_of_graphs
+def _attended_with_statistics(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    keywords: Keywords,
+    wants: Wanted,
+) -> tuple[Tensor, OptionalTensor, AuxOutput]:
+    """:func:`_attended` with statistics, as (out, weights, statistics)."""
+    _refuse_derivatives(query, key_cache, value_cache, key, value, keywords)
+    if key is None or value is None:
+        rows = statistics.forward(query, key_cache, value_cache, factor, keywords, wants, need_residual=False)
+    else:
+        given = {**keywords, "need_weights": True} if wants.weights else keywords
+        step = ops.statistics_with_cache if wants.of_rows() else ops.attention_with_cache
+        out, row_max, row_sum, *more = step(query, key_cache, value_cache, key, value, factor, **given)
+        rows = statistics.Rows(out, row_max, row_sum, None, *more)
+        _increment_version((key_cache, value_cache))
+    weights = None
+    if wants.weights:
+        weights = ops.attention_weights(query, key_cache, rows.row_max, rows.row_sum, factor, **keywords)
+    return rows.out, weights, statistics.of_rows(rows, query, key_cache, factor, keywords, wants)
 
 
 def _put_in_graph(
@@ -200,7 +249,8 @@ def _in_onnx(
     tensors, keywords = onnx_graphs.cached(tensors, keywords)
     if score_function is None:
         return onnx_graphs.wanted(tensors, factor, keywords, want_weights, want_lse)
-    call = Call(factor, keywords, want_weights, want_lse, written.recorded(score_function), None, None)
+    wanted = Wanted(want_weights, want_lse)
+    call = Call(factor, keywords, wanted, written.recorded(score_function), None, None)
     compute = functools.partial(onnx_graphs.attention, want_weights=want_weights, want_lse=want_lse)
     result = formula.of_traced(tensors, captured, call, compute)
     return onnx_graphs.chosen(result, want_weights, want_lse)
@@ -298,5 +348,11 @@ def _take_negative_views(operator: Any) -> None:
 
 
 _library = torch.library.Library(ops.NAMESPACE, "IMPL")
-for _writing in (ops.append_to_cache, ops.attention_with_cache, _appending, _extending):
+for _writing in (
+    ops.append_to_cache,
+    ops.attention_with_cache,
+    ops.statistics_with_cache,
+    _appending,
+    _extending,
+):
     _take_negative_views(_writing)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ..arguments import AttentionOptions, Keywords, OptionalTensor, Tensors, autocast, shapes, with_options
-from ..attend import dropout_seed
+from ..attend import aux_output, dropout_seed
 from ..flex import compiler, formula, kernel_calls
 from ..flex.flex_call import Functions, PythonCall, check_functions
 from ..flex.graphs import CacheOperator, outside_of_graphs, traced_results
 from ..flex.nodes import UnsupportedFunctionError
 from ..flex.tracing import trace
 from ..reference import accumulation_dtype
+from ..reference_statistics import AuxOutput
 from . import cache_checks
 from .step import append_to_cache, attend_to_cache, name_in_graphs
 
@@ -36,7 +37,7 @@ def attend_with_functions(
     score_mod: Any,
     mask_mod: Any,
     first: int | Tensor | None = None,
-) -> shapes.Results:
+) -> Any:
     """:func:`.step.attend_to_cache` with functions of scores.
 
     ``first`` is the q_idx of query 0, of all sequences or of each (B,); None is 0.
@@ -82,7 +83,7 @@ def _outside_of_graphs(
     first: int | Tensor | None,
     score_mod: Any,
     mask_mod: Any,
-) -> shapes.Results:
+) -> Any:
     given = (query, key_cache, value_cache, key, value, batch, options)
     score_mod, mask_mod = _moved(first, query, batch, score_mod, mask_mod)
     sizes = kernel_calls.sizes_of(query, key_cache, keywords)
@@ -94,7 +95,7 @@ def _outside_of_graphs(
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         kernel_calls.warn(reason)
         results = _by_formula(*given, keywords, score_mod, mask_mod)
-        cache_checks.no_derivatives(results)  # captured tensors may require them
+        cache_checks.no_derivatives(results[:3])  # captured tensors may require them
         return results
     return attend_to_cache(*given, keywords)
 
@@ -131,7 +132,7 @@ def _by_formula(
     keywords: Keywords,
     score_mod: Any,
     mask_mod: Any,
-) -> shapes.Results:
+) -> Any:
     """The step by the formula, on packed sequences with a copy of the keys."""
     (query,) = autocast(query, dtype=key_cache.dtype)
     form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
@@ -167,11 +168,30 @@ def _by_formula(
     packed = tensors._replace(query=rows, key=keys, value=values)
     call = PythonCall(packed, scale, {**keywords, **packing}, score_mod, mask_mod, None, None)
     out, weights, lse = formula.at_once(call)
-    if query.size(0) == batch and "cu_seqlens_q" not in keywords:
-        out, lse = (
-            result.squeeze(0).unflatten(1, (batch, query.size(2))).transpose(0, 1) for result in (out, lse)
-        )
-    return out, weights if options.return_weights else None, lse if options.return_lse else None
+    is_packed = query.size(0) != batch or "cu_seqlens_q" in keywords
+
+    def in_form(rows: Tensor) -> Tensor:
+        return rows if is_packed else rows.squeeze(0).unflatten(1, (batch, query.size(2))).transpose(0, 1)
+
+    results = (
+        in_form(out),
+        weights if options.return_weights else None,
+        in_form(lse) if options.return_lse else None,
+    )
+    if options.return_aux is None:
+        return results
+    *of_rows, key_weights = formula.statistics_at_once(call)
+    assert key_weights is not None
+    size = (1, query.size(1), key_cache.size(2)) if starts_k is not None else (batch, query.size(1), capacity)
+    of_keys = key_weights.new_zeros(size)
+    for b, (part, (at, count)) in enumerate(
+        zip(key_weights[0].split([count for _, count in places], 1), places, strict=True)
+    ):
+        of_keys[0 if starts_k is not None else b, :, at : at + count] = part
+    joined: Any = [*(None if part is None else in_form(part) for part in of_rows), of_keys]
+    found = AuxOutput(*joined)
+    packed_form = form._replace(packed="cu_seqlens_q" in keywords)
+    return *results, aux_output(options, packed_form, found)
 
 
 def _rows_of(

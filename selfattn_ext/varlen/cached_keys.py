@@ -26,7 +26,7 @@ _NO_GRADIENTS = (
 )
 
 
-def computed(call: PackedCall) -> shapes.Results:
+def computed(call: PackedCall) -> Any:
     """:func:`selfattn_ext.varlen_attention` if seqused_k or block_table is given."""
     query, key, value, options = call.query, call.key, call.value, call.options
     keywords: Keywords = {
@@ -53,8 +53,10 @@ def computed(call: PackedCall) -> shapes.Results:
     batch = call.cu_seqlens_q.shape[0] - 1
     step = (shapes.of_packed(query), keys, values, None, None, batch, options, keywords)
     if call.score_mod is None and call.mask_mod is None:
-        return shapes.restored_packed(*attend_to_cache(*step))
-    return shapes.restored_packed(*attend_with_functions(*step, call.score_mod, call.mask_mod))
+        results = attend_to_cache(*step)
+    else:
+        results = attend_with_functions(*step, call.score_mod, call.mask_mod)
+    return *shapes.restored_packed(*results[:3]), *results[3:]
 
 
 def check(call: PackedCall) -> None:

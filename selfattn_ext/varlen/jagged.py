@@ -43,9 +43,27 @@ def attention(call: AttentionCall) -> Any:
     out = _jagged(out.transpose(0, 1) if heads_apart else out.squeeze(1), query, q.places)
     if options.return_weights and not heads_apart:
         rest[0] = rest[0].squeeze(1)
+    aux = [] if options.return_aux is None else [rest.pop()]
     if options.return_lse:
         rest[-1] = _jagged(rest[-1] if heads_apart else rest[-1].squeeze(0), query, q.places, -torch.inf)
+    for found in aux:
+        rest.append(_jagged_statistics(found, query, call.key, q.places, k.places))
     return (out, *rest) if rest else out
+
+
+def _jagged_statistics(
+    found: Any, query: Any, key: Any, of_queries: Tensor | None, of_keys: Tensor | None
+) -> Any:
+    """An AuxOutput of jagged tensors (B, H, j), or (B, j), from one of packed rows."""
+    jagged = {}
+    for name, rows in found._asdict().items():
+        like, places = (key, of_keys) if name == "key_weights" else (query, of_queries)
+        if rows is not None:
+            nothing = -torch.inf if name in ("lse", "max_scores") else 0.0
+            # The heads of key_weights are those of the query, or of the key.
+            values = rows if query.dim() == 4 else rows.squeeze(0)
+            jagged[name] = _jagged(values, like, places, nothing)
+    return found._replace(**jagged)
 
 
 def without_columns(tensor: Any) -> Tensor:

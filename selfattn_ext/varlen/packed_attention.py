@@ -43,8 +43,9 @@ from . import cached_keys
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..arguments.overloads import ForAny, ForAux, ForLse, ForOut, ForWeights, ForWeightsAndLse
     from ..flex.flex_call import MaskMod, ScoreMod
+    from ..reference_statistics import AuxOutput
 
 __all__ = ["packed_attention", "varlen_attention"]
 
@@ -98,6 +99,14 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAux],
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
     score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
@@ -127,6 +136,7 @@ def varlen_attention(
     mask_mod: MaskMod | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_aux: Any = None,
 ) -> Any:
     """:func:`selfattn_ext.scaled_dot_product_attention` of B packed sequences, each with itself alone.
 
@@ -183,9 +193,12 @@ def varlen_attention(
             query's dtype, 0 outside of the sequences. They are padded: for tests and pictures.
         return_lse: also return the log-sum-exp of the scores (H, total_q), sinks included, float64 for
             float64 inputs, else float32.
+        return_aux: an :class:`selfattn_ext.AuxRequest`, or that of torch's flex_attention: also return an
+            :class:`selfattn_ext.AuxOutput`, with key_weights (H, total_k) and all others (H, total_q).
 
     Returns:
-        out (total_q, H, Ev), or (out, weights), (out, lse), (out, weights, lse), differentiable as those of
+        out (total_q, H, Ev), or (out, weights), (out, lse), (out, weights, lse), with an AuxOutput at the end
+        for return_aux, differentiable as those of
         :func:`selfattn_ext.scaled_dot_product_attention`. A row that sees no key or belongs to no sequence
         has output 0, lse -inf and gradient 0.
 
@@ -225,6 +238,7 @@ def varlen_attention(
         and query_offset is DEFAULT_QUERY_OFFSET
         and return_weights is False
         and return_lse is False
+        and return_aux is None
         and type(dropout_p) is float
         and dropout_p == 0.0
         and not _is_compiling()
@@ -236,7 +250,7 @@ def varlen_attention(
             return out
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-        query_offset, return_weights, return_lse,
+        query_offset, return_weights, return_lse, return_aux,
     )  # fmt: skip
     call = PackedCall(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table,

@@ -14,6 +14,7 @@ from tolerances import assert_accurate
 from torch import Tensor
 
 from selfattn_ext import ops, reference
+from selfattn_ext.formula_steps import default_scale
 
 #: The arguments or the results of operators, by name.
 Named = dict[str, Tensor]
@@ -95,7 +96,7 @@ def operators(
     numbers = dict(numbers)
     window = numbers.pop("window_size", (-1, -1))
     options: dict[str, Any] = {**numbers, "window_left": window[0], "window_right": window[1]}
-    options |= {"scale": reference.default_scale(case.head_dim), "kernel_name": kernel}
+    options |= {"scale": default_scale(case.head_dim), "kernel_name": kernel}
     if case.dropout_p:
         options["dropout_seed"] = dropout_seed(case.seed, given["query"].device.type)
     options |= {TANGENTS[name]: tangent for name, tangent in tangents.items()} | given
@@ -145,7 +146,7 @@ def _largest_terms(case: Case, given: Named, tangents: Named, grad_out: Tensor) 
 
     They are gradients of weights times tangents of scores, and rounding errors are proportional to both.
     """
-    scale = reference.default_scale(case.head_dim)
+    scale = default_scale(case.head_dim)
     of_scores = torch.ones((), dtype=torch.float64)
     for name, other in (("query", "key"), ("key", "query")):
         if name in tangents:

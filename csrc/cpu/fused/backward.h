@@ -41,8 +41,8 @@ class BackwardTask {
         chunks(chunk_count<P>(params)),
         heads_kv(params.batch * params.kv_heads),
         takes_paired(options_of(params).within(kPairedOptions) && arguments.grad_weights.data == nullptr &&
-                     arguments.grad_slopes_rows == nullptr &&
-                     !has_gradients_of_statistics(arguments) && !MaskSum<P>::takes(arguments)),
+                     arguments.grad_slopes_rows == nullptr && !has_gradients_of_statistics(arguments) &&
+                     !MaskSum<P>::takes(arguments)),
         mask_sum(params, arguments, chunk, chunks, sharers),
         strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
     for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
@@ -343,8 +343,8 @@ class BackwardTask {
     const int64_t row = strip.row(p);
     T* rows = static_cast<T*>(a.grad_sinks_rows) + row;
     for (int64_t lane = 0; lane < strip.count; ++lane) {
-      rows[lane] = sink_gradient(a, row + lane, sink, strip.row_max[lane], strip.inverse_sum[lane],
-                                 strip.delta[lane]);
+      rows[lane] =
+          sink_gradient(a, row + lane, sink, strip.row_max[lane], strip.inverse_sum[lane], strip.delta[lane]);
     }
   }
 };

@@ -83,12 +83,12 @@ struct DecodeTask {
   int64_t pages() const { return PageList::most_pages(p, item_chunks * kDecodeChunk); }
 
   struct Parts {
-    typename Products::Query* query;          // [kv heads][queries_size]
-    T *out, *sums;                            // [rows][out_stride], [sums_rows][sums_stride]
-    RowSoftmax<T>* softmax;                   // [rows]
-    T *rescale, *factor;                      // [rows]
-    T *scores, *bias, *visible;               // [score_rows][kDecodeBlock]
-    const char **key_pages, **value_pages;    // [pages]
+    typename Products::Query* query;        // [kv heads][queries_size]
+    T *out, *sums;                          // [rows][out_stride], [sums_rows][sums_stride]
+    RowSoftmax<T>* softmax;                 // [rows]
+    T *rescale, *factor;                    // [rows]
+    T *scores, *bias, *visible;             // [score_rows][kDecodeBlock]
+    const char **key_pages, **value_pages;  // [pages]
 
     SELFATTN_OUT_OF_LINE void allocate(const DecodeTask& task, Arena& arena) {
       query = arena.take<typename Products::Query>(task.item_heads * task.queries_size);

@@ -120,8 +120,8 @@ struct FewQueryBackwardTask {
   }
 
   struct Parts {
-    T *query, *grad_out;                 // [rows][padded], the queries times the scale
-    T *out, *residual;                   // [padded] of one row
+    T *query, *grad_out;  // [rows][padded], the queries times the scale
+    T *out, *residual;    // [padded] of one row
     // [rows], as in GradientStrip
     T *row_max, *inverse_sum, *delta, *grad_mean;
     T* slopes;                           // [rows] sums of dS times -|distance|

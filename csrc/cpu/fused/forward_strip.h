@@ -175,8 +175,8 @@ template <class P, Weigh kWeigh, bool kPaired, Statistics kStatistics, class S>
 SELFATTN_INLINE bool softmax_lanes(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* column,
                                    int64_t lane, Scalar<P> factor, const WeightOperand<P>& weights) {
   using T = Scalar<P>;
-  // Sums in place need the maximum of a block only if its sum is large, which is rare, or if the largest score
-  // itself is asked for. The scores must still be there then.
+  // Sums in place need the maximum of a block only if its sum is large, which is rare, or if the largest
+  // score itself is asked for. The scores must still be there then.
   constexpr bool kSumTells = WeightOperand<P>::template kSumsInPlace<kWeigh>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
   const auto scale = S::set(factor);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../products/key_rows.h"
+#include "few_query_key_sums.h"
 #include "gradient_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -49,8 +50,8 @@ struct WeightStrip {
       ordinary &= inverse_sum[lane] == inverse_sum[lane];
     }
   }
-  // Computes the weights of keys first .. first + count - 1, which are the loaded rows from `from` on. Returns
-  // false if all of them are hidden. Lanes past the last query have weights of 0.
+  // Computes the weights of keys first .. first + count - 1, which are the loaded rows from `from` on.
+  // Returns false if all of them are hidden. Lanes past the last query have weights of 0.
   bool weigh(const AttentionParams& p, int64_t first, int64_t count, int64_t from) {
     if (first >= strip.keys.end || first + count <= strip.keys.begin) return false;
     T factor;
@@ -199,24 +200,29 @@ struct QuerySumsTask {
   }
 };
 
-template <class P, template <class> class Task>
-void weight_sums_by(const AttentionParams& p, const WeightSums& sums, const ThreadPool& pool) {
+// Runs a task for a call, or for those elements of its batch that have least .. most queries.
+template <class Task>
+void sum_weights(const AttentionParams& p, const WeightSums& sums, const ThreadPool& pool, int64_t least = 0,
+                 int64_t most = kAnyQueries) {
   if (p.sequences.any()) {
-    const auto calls = element_calls(p, sums, 0, kAnyQueries);
-    const auto joint = joint_task<Task<P>>(calls);
+    const auto calls = element_calls(p, sums, least, most);
+    const auto joint = joint_task<Task>(calls);
     return for_each_item(pool, joint.items(), joint, Items::kIndependent);
   }
-  const Task<P> task(p, sums);
+  if (p.queries < least || p.queries > most) return;
+  const Task task(p, sums);
   for_each_item(pool, task.items(), task, Items::kIndependent);
 }
 
 template <class P>
 void weight_sums_pass(const AttentionParams& p, const WeightSums& sums, const ThreadPool& pool) {
-  if (sums.of_keys != nullptr) {
-    weight_sums_by<P, KeySumsTask>(p, sums, pool);
-  } else {
-    weight_sums_by<P, QuerySumsTask>(p, sums, pool);
+  if (sums.of_queries != nullptr) return sum_weights<QuerySumsTask<P>>(p, sums, pool);
+  int64_t few = -1;
+  if constexpr (kDirect<P>) {
+    few = most_in_key_sums(p);
+    sum_weights<FewQueryKeySumsTask<P>>(p, sums, pool, 0, few);
   }
+  sum_weights<KeySumsTask<P>>(p, sums, pool, few + 1);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

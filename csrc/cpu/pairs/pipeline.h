@@ -278,13 +278,13 @@ class ForwardPipeline {
 
 // Returns those keys of a strip that go through the pipeline, among the `loaded` ones that the operands hold
 // from key `first` on. There are none if a row must not depend on its neighbours (batch_invariant) or has
-// statistics, nor if special rows of values meet a score function: the pipeline knows only what masks and positions hide.
+// statistics, nor if special rows of values meet a score function: the pipeline knows only what masks and
+// positions hide.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
                                     int64_t loaded, const ColumnOperand<Pairs>& values) {
   const KeyRange keys = loaded_keys_of(strip, first, loaded);
   const bool in_panels = p.value_dim > 0 && p.value_dim % 32 == 0;
-  if (strip.vecs != 2 || !in_panels || p.dropout.enabled || p.batch_invariant ||
-      strip.has_statistics ||
+  if (strip.vecs != 2 || !in_panels || p.dropout.enabled || p.batch_invariant || strip.has_statistics ||
       (p.function.any() && keys.begin < keys.end &&
        values.special(keys.begin - first, keys.end - keys.begin))) {
     return {&strip, first, 0, 0, {0, 0}};
