@@ -33,7 +33,7 @@ from ..arguments import (
 )
 from ..attend import attend, aux_output, dropout_seed
 from ..autograd.graph_operators import is_exporting_vmap, is_tracing_graph
-from ..aux_request import Wanted, returned, wanted
+from ..aux_request import Wanted, wanted
 from ..reference import accumulation_dtype
 from ..reference_statistics import AuxOutput
 from . import block_masks, compiler, formula, graphs, kernel_calls
@@ -135,8 +135,6 @@ def flex_attention(
         query_offset, return_weights, return_lse, return_aux,
     )  # fmt: skip
     call = AttentionCall(query, key, value, options)
-    if return_aux is not None and _in_graph(query) and not _leaves_graph(wanted(return_aux, False, False)):
-        return _graph_results(call, functions)
     return attend(
         call, lambda given: with_functions(prepare(given), options, functions), call_checks.attention
     )
@@ -160,21 +158,6 @@ def _leaves_graph(wants: Wanted) -> bool:
             "mean_score and key_weights"
         )
     return leaves
-
-
-def _graph_results(call: AttentionCall, functions: Functions) -> Any:
-    """The results of a call that becomes a step of a graph, with lse and max_scores alone as statistics."""
-    request, options = call.options.return_aux, call.options
-    wants = wanted(request, options.return_weights, False)
-    options = options._replace(return_lse=wants.lse, return_aux=None)
-    call = call._replace(options=options)
-    results = attend(
-        call, lambda given: with_functions(prepare(given), options, functions), call_checks.attention
-    )
-    out, *rest = results if isinstance(results, tuple) else (results,)
-    largest = _largest_scores(call, functions) if wants.max_scores else None
-    found = AuxOutput(lse=rest.pop() if wants.lse else None, max_scores=largest)
-    return (out, *rest, returned(request, found, call.key.size(1)))
 
 
 def _check(
@@ -220,21 +203,21 @@ def with_functions(prepared: Prepared, options: AttentionOptions, functions: Fun
     wants = Wanted(options.return_weights, options.return_lse)
     if request is not None:
         wants = wanted(request, *wants[:2])
-    out, weights, found, _ = _all_results(prepared, wants, functions)
+    out, weights, found = _all_results(prepared, wants, functions)
     results = out, weights if options.return_weights else None, found.lse if options.return_lse else None
     in_form = shapes.restored(form, *results) if form.packed else results
     return in_form if request is None else (*in_form, aux_output(options, form, found))
 
 
 def _all_results(prepared: Prepared, wants: Wanted, functions: Functions) -> tuple[Any, ...]:
-    """out, and weights, statistics and row_max as far as they are computed."""
+    """out, and weights and statistics as far as they are computed."""
     split_blocks.refuse("flex_attention")
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
-    if _in_graph(tensors.query) and not wants.max_scores and not _leaves_graph(wants):
-        out, weights, lse, row_max = graphs.traced_results(tensors, scale, keywords, wants[:2], functions)
-        return out, weights, AuxOutput(lse), row_max
+    if _in_graph(tensors.query) and not _leaves_graph(wants):
+        out, weights, *more = graphs.traced_results(tensors, scale, keywords, wants[:3], functions)
+        return out, weights, AuxOutput(*more)
     return _outside_of_graphs(tensors, scale, keywords, wants, functions)
 
 
@@ -252,7 +235,7 @@ def _outside_of_graphs(
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         is_exporting_vmap()  # raises for derivatives
         out, weights, lse = formula.at_once(in_python)
-        return out, weights, formula.statistics_at_once(in_python) if has_statistics else AuxOutput(lse), None
+        return out, weights, formula.statistics_at_once(in_python) if has_statistics else AuxOutput(lse)
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
         sizes = kernel_calls.sizes_of(*tensors[:2], keywords)
@@ -261,20 +244,7 @@ def _outside_of_graphs(
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         kernel_calls.warn(reason)
         out, weights, lse = formula.in_rows(in_python)
-        return out, weights, formula.statistics_in_rows(in_python) if has_statistics else AuxOutput(lse), None
+        return out, weights, formula.statistics_in_rows(in_python) if has_statistics else AuxOutput(lse)
     return kernel_calls.all_results(
         tensors, Call(scale, keywords, wants, traced, blocks, size), traced.tensors
     )
-
-
-def _largest_scores(call: AttentionCall, functions: Functions) -> Tensor:
-    """(B, H, L), the largest score of each query. 16-bit kernels may not know it, so float32 computes it."""
-    dtype = accumulation_dtype(call.query.dtype)
-    query, key, value = (tensor.detach().to(dtype) for tensor in (call.query, call.key, call.value[..., :0]))
-    options = call.options._replace(dropout_p=0.0, sinks=None)
-    with torch.no_grad():
-        prepared = prepare(AttentionCall(query, key, value, options))
-        _, weights, found, largest = _all_results(prepared, Wanted(lse=True), functions)
-        if largest is None:
-            largest = found.lse + torch.log(weights.amax(-1))
-    return largest

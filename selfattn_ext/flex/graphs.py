@@ -72,13 +72,13 @@ def traced_results(
     tensors: Tensors,
     scale: float,
     keywords: Keywords,
-    wants: tuple[bool, bool],
+    wants: tuple[bool, bool, bool],
     functions: Functions,
     on_cache: CacheOperator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of :func:`.kernel_calls.all_results` where a graph is traced, with an empty tensor in place
-    of each result that there is not. ``wants`` are weights and lse. With ``on_cache``, key and value are
-    caches.
+    """out, weights, lse and max_scores where a graph is traced, with an empty tensor in place of each result
+    that there is not. ``wants`` are the last three. With ``on_cache``, key and value are caches, and there is
+    no max_scores.
     """
     call = tensors, scale, keywords, wants, functions, on_cache
     if torch.compiler.is_dynamo_compiling():
@@ -94,7 +94,7 @@ def _results(
     tensors: Tensors,
     scale: float,
     keywords: Keywords,
-    wants: tuple[bool, bool],
+    wants: tuple[bool, bool, bool],
     functions: Functions,
     on_cache: CacheOperator | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -213,11 +213,11 @@ def _computed(
             raise UnsupportedFunctionError(_NOT_IN_GRAPHS) from reason
         kernel_calls.warn(reason)
         return _torchs(tensors, scale, functions, blocks)
-    want_weights, want_lse = given["wants"]
+    want_weights, want_lse, want_max_scores = given["wants"]
     if text is None:
-        call = Call(scale, keywords, Wanted(want_weights, want_lse), traced, block_map, size)
-        out, weights, found, row_max = kernel_calls.all_results(tensors, call, captured)
-        return out, weights, found.lse, row_max
+        call = Call(scale, keywords, Wanted(*given["wants"]), traced, block_map, size)
+        out, weights, found = kernel_calls.all_results(tensors, call, captured)
+        return out, weights, found.lse, found.max_scores
     keywords = {
         **keywords_of(tensors, keywords),
         "return_weights": want_weights,
@@ -226,7 +226,8 @@ def _computed(
         **kernel_calls.inputs_of(traced, captured),
     }
     if on_cache is None:
-        return _attention_operator(*tensors[:3], scale, block_map=block_map, block_size=size, **keywords)
+        keywords |= {"block_map": block_map, "block_size": size, "return_max_scores": want_max_scores}
+        return _attention_operator(*tensors[:3], scale, **keywords)
     operator = getattr(getattr(torch.ops, ops.NAMESPACE), on_cache).default
     out, *rest = operator(*tensors[:3], *given["news"], scale, **keywords)
     return out, rest[0] if want_weights else None, rest[-1] if want_lse else None, None
@@ -240,6 +241,7 @@ def _attention(
     *,
     return_weights: bool = False,
     return_lse: bool = False,
+    return_max_scores: bool = False,
     attn_mask: OptionalTensor = None,
     alibi_slopes: OptionalTensor = None,
     sinks: OptionalTensor = None,
@@ -253,7 +255,7 @@ def _attention(
 ) -> list[Tensor]:
     tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
     size = None if block_size is None else (block_size[0], block_size[1])
-    wanted = Wanted(return_weights, return_lse)
+    wanted = Wanted(return_weights, return_lse, return_max_scores)
     if onnx_graphs.is_exporting():
         traced = written.recorded(score_function)
         call = Call(scale, keywords, wanted, traced, block_map, size)
@@ -262,14 +264,20 @@ def _attention(
         return [out, weights, lse, lse + weights.amax(-1).log() if lse.dim() == 3 else lse]
     traced, loaded = written.read(score_function, block_map is not None)
     call = Call(scale, {**keywords, **loaded}, wanted, traced, block_map, size)
-    out, weights, found, row_max = kernel_calls.all_results(tensors, call, captured)
-    results = (out, weights, found.lse, row_max)
+    out, weights, found = kernel_calls.all_results(tensors, call, captured)
+    results = (out, weights, found.lse, found.max_scores)
     return [query.new_empty(0) if result is None else result for result in results]
 
 
 _attention_operator = composed(
     "flex_attention_with_gradient",
-    arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
+    arguments_of(
+        ops.attention_forward,
+        **{
+            "need_residual": "return_weights",
+            "bool need_weights=False": "bool return_lse=False, bool return_max_scores=False",
+        },
+    ),
     "Tensor[]",
     _attention,
 )

@@ -29,19 +29,19 @@ _MASK = Tensors._fields.index("mask")
 
 def all_results(
     tensors: Tensors, call: Call, captured: Sequence[Tensor]
-) -> tuple[Tensor, OptionalTensor, AuxOutput, Tensor]:
-    """out, weights and statistics as far as they are wanted, and row_max.
+) -> tuple[Tensor, OptionalTensor, AuxOutput]:
+    """out, and weights and statistics as far as they are wanted.
 
     ``captured`` are the tensors that ``call.traced`` has, or others in their place.
     """
     requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if torch.is_grad_enabled() and (requires_grad or any(call.traced.wanted()) or call.traced.failure):
-        out, row_max, *rest = _FlexAttention.apply(*tensors, *captured, call)
+        out, *rest = _FlexAttention.apply(*tensors, *captured, call)
         named = dict(zip(call.wanted.names(), rest, strict=True))
     else:
         rows, named = _forward(tensors, call, captured)
-        out, row_max = rows.out, rows.row_max
-    return out, named.pop("weights", None), AuxOutput(**named), row_max
+        out = rows.out
+    return out, named.pop("weights", None), AuxOutput(**named)
 
 
 def sizes_of(query: Tensor, key: Tensor, keywords: Keywords) -> tuple[int, int, int, int]:
@@ -118,8 +118,8 @@ def _forward(
 
 
 class _FlexAttention(Function):
-    """Takes the tensors of a call, the captured ones and the call; returns out, row_max, and what is wanted
-    in the order of :class:`Wanted`.
+    """Takes the tensors of a call, the captured ones and the call; returns out, and what is wanted in
+    the order of :class:`Wanted`.
     """
 
     @staticmethod
@@ -131,9 +131,9 @@ class _FlexAttention(Function):
         ctx.save_for_backward(*given, *rows, weights)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        fixed = [named["max_scores"]] if call.wanted.max_scores else []
-        ctx.mark_non_differentiable(rows.row_max, *fixed)
-        return (rows.out, rows.row_max, *named.values())
+        if call.wanted.max_scores:
+            ctx.mark_non_differentiable(named["max_scores"])
+        return (rows.out, *named.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -144,7 +144,7 @@ class _FlexAttention(Function):
         size = len(given) - len(statistics.Rows._fields)
         rows, given = statistics.Rows(*given[size:]), given[:size]
         tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
-        named = {"out": grads[0], **dict(zip(call.wanted.names(), grads[2:], strict=True))}
+        named = {"out": grads[0], **dict(zip(call.wanted.names(), grads[1:], strict=True))}
         named.pop("max_scores", None)
         needs = ctx.needs_input_grad
         if operator_calls.is_differentiated():

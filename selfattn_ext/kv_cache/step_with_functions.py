@@ -64,7 +64,7 @@ def _put_in_graph(
 ) -> shapes.Results:
     """The call as a graph of torch.export holds it."""
     news = () if key is None or value is None else (key, value)
-    tensors, wants = Tensors(query, key_cache, value_cache), (want_weights, want_lse)
+    tensors, wants = Tensors(query, key_cache, value_cache), (want_weights, want_lse, False)
     on_cache = CacheOperator(name_in_graphs(news), news)
     out, weights, lse, _ = traced_results(tensors, factor, keywords, wants, functions, on_cache)
     return out, weights if want_weights else None, lse if want_lse else None

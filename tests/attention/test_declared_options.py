@@ -116,9 +116,19 @@ def changes(queries: int) -> dict[str, Change]:
         "out_residual": Change({}, {"out_residual": ...}),
         "grad_row": Change({}, {"grad_row": ...}),
         "grad_weights": Change({}, {"grad_weights": ...}),
+        "grad_mean": Change({}, {"grad_mean": ...}),
+        "grad_sink": Change({"sinks": head_numbers()}, {"grad_sink": ...}),
+        "grad_keys": Change({}, {"grad_keys": ...}),
+        # This one is an option of sums of weights.
+        "per_key": Change({}, {"per_key": torch.randn(BATCH, HEADS, KEYS)}),
     }
 
 
+#: Options that hide scores, among which the largest need not be.
+RULES = (
+    "is_causal", "window_left", "window_right", "query_offset", "query_offsets", "seqlens_k", "block_map",
+    "block_size", "cu_seqlens_q", "cu_seqlens_k",
+)  # fmt: skip
 LONGEST = ("max_seqlen_q", "max_seqlen_k")
 
 
@@ -217,7 +227,8 @@ def pairs(
 
 def test_every_option_of_the_schema_has_a_change() -> None:
     known = set(changes(3))
-    for name in ("attention_forward", "attention_weights", "attention_backward", "attention_with_cache"):
+    names = ("attention_forward", "attention_weights", "attention_weight_sums", "attention_statistics")
+    for name in (*names, "attention_backward", "attention_with_cache", "statistics_with_cache"):
         assert set(options_of(operator(name))) <= known | set(NAMES + PROMISES + NEEDS), name
 
 
@@ -238,6 +249,38 @@ def test_weights_apply_every_option(kernel: str, dtype: torch.dtype, queries: in
         assert differ(first, second), f"attention_weights ignores {name}"
 
 
+def test_statistics_apply_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
+    """Each number of a row changes, except that dropout comes after them, and a sink is no visible score."""
+    for name, tensors, before, after in pairs("attention_statistics", queries, dtype):
+        first, second = (
+            call("attention_statistics", *tensors, SCALE, **options)[4:] for options in (before, after)
+        )
+        if name in ("dropout_p", "dropout_seed"):
+            assert not any(differ(*pair) for pair in zip(first, second, strict=True)), name
+            continue
+        assert differ(first[1], second[1]), f"attention_statistics ignores {name}"
+        assert differ(first[0], second[0]) or name in ("sinks", *RULES), f"row_top ignores {name}"
+
+
+def test_sums_of_weights_apply_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
+    """Both calls get the same row statistics, through which sinks act alone."""
+    for name, tensors, before, after in pairs("attention_weight_sums", queries, dtype):
+        if name == "sinks":
+            continue
+        _, row_max, row_sum, _ = forward(tensors, before)
+        given = (*tensors[:2], row_max, row_sum, SCALE)
+        sums = [call("attention_weight_sums", *given, **options) for options in (before, after)]
+        numbers = torch.linspace(-1, 1, sums[0].numel()).reshape(sums[0].shape).to(sums[0].dtype)
+        if name != "per_key":
+            sums += [
+                call("attention_weight_sums", *given, per_key=numbers, **options)
+                for options in (before, after)
+            ]
+        for first, second in zip(sums[::2], sums[1::2], strict=True):
+            dropped = name in ("dropout_p", "dropout_seed")
+            assert differ(first, second) != dropped, f"attention_weight_sums: {name}"
+
+
 def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
     """Both calls get the same results of the forward. Caches have no gradients."""
     for name, tensors, before, after in pairs("attention_backward", queries, dtype):
@@ -247,6 +290,9 @@ def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries:
             "out_residual": residual + 1.0 if residual.numel() else None,
             "grad_row": torch.ones_like(row_max),
             "grad_weights": torch.randn(BATCH, HEADS, queries, KEYS).to(dtype),
+            "grad_mean": torch.ones_like(row_max),
+            "grad_sink": torch.ones_like(row_max),
+            "grad_keys": torch.randn(BATCH, HEADS, KEYS),
         }
         after = {key: given[key] if value is ... else value for key, value in after.items()}
         if name == "out_residual" and after[name] is None:
@@ -259,6 +305,9 @@ def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries:
         second = backward(tensors, of_forward, after)
         if name == "sinks":
             assert second[5].abs().max() > 0, "attention_backward ignores sinks"
+            continue
+        if name == "grad_sink":
+            assert differ(first[5], second[5]), "attention_backward ignores grad_sink"
             continue
         assert differ(first[0], second[0]) or differ(first[1], second[1]), (
             f"attention_backward ignores {name}"

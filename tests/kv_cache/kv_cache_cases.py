@@ -13,7 +13,8 @@ from comparisons import exact_and_peer
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache, reference
+from selfattn_ext import attention_with_kvcache
+from selfattn_ext.formula_steps import mask_of_sequence
 
 TENSORS = ("query", "key_cache", "value_cache", "key", "value")
 
@@ -131,7 +132,7 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
             for name, value in options.items()
         }
         mask = options.get("attn_mask")
-        keywords["attn_mask"] = reference._mask_of_sequence(mask, b, step.queries, count)
+        keywords["attn_mask"] = mask_of_sequence(mask, b, step.queries, count)
         keywords["query_offset"] = (
             count - step.queries
             if offsets is None

@@ -13,7 +13,8 @@ from tolerances import assert_accurate
 from torch import Tensor
 from varlen_cases import CASES, VarlenCase, of
 
-from selfattn_ext import backends, reference
+from selfattn_ext import backends
+from selfattn_ext.formula_steps import mask_of_sequence
 
 # (queries, keys): edges of tiles, blocks and chunks of keys, primes, few queries beside many, empty ones.
 LENGTHS = (
@@ -46,7 +47,7 @@ def part(case: VarlenCase, b: int, name: str, tensor: Tensor) -> Tensor:
         return tensor[:, queries]
     if name in ("alibi_slopes", "sinks"):
         return tensor[b] if tensor.dim() == 2 else tensor
-    return reference._mask_of_sequence(tensor, b, *case.sequences[b])
+    return mask_of_sequence(tensor, b, *case.sequences[b])
 
 
 def parts(case: VarlenCase, b: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import selfattn_ext
 from selfattn_ext import reference
+from selfattn_ext.formula_steps import mask_of_sequence
 
 
 def starts(lengths: Sequence[int], dtype: torch.dtype = torch.int64, device: str = gpu.DEVICE) -> Tensor:
@@ -86,7 +87,7 @@ class VarlenCase(Case):
         given: dict[str, Any] = dict(tensors)
         if self.mask_list and "attn_mask" in tensors:
             given["attn_mask"] = [
-                reference._mask_of_sequence(tensors["attn_mask"], index, queries, keys)
+                mask_of_sequence(tensors["attn_mask"], index, queries, keys)
                 for index, (queries, keys) in enumerate(self.sequences)
             ]
         results = selfattn_ext.varlen_attention(

@@ -62,6 +62,8 @@ def calls(dtype: torch.dtype, transposed: bool) -> Calls:
             names = {"tangent_mask": "attn_mask", "tangent_slopes": "alibi_slopes", "tangent_sinks": "sinks"}
             tangents |= {"tangent_key": key, **{name: keywords[of] for name, of in names.items()}}
         given, saved = (query, key, value, 0.3), (out, query, key, value, out, row_max, row_sum, 0.3)
+        of_keys = torch.randn(2, 4, 6, dtype=row_max.dtype)
+        of_statistics = {"grad_mean": row_max, "grad_sink": row_sum, "grad_keys": of_keys}
         more = {**keywords, **of_16_bits, "grad_row": row_max, "need_mask_grad": bool(keywords)}
         everything += [
             (ops.attention_jvp, given, {**keywords, **tangents, "need_residual": True}),
@@ -69,9 +71,12 @@ def calls(dtype: torch.dtype, transposed: bool) -> Calls:
             (ops.attention_backward_backward, saved, {**more, **tangents}),
             (ops.attention_forward, given, keywords),
             (ops.attention_forward, given, {**keywords, "need_residual": True}),
+            (ops.attention_statistics, given, {**keywords, "need_residual": True}),
             (ops.attention_weights, (query, key, row_max, row_sum, 0.3), keywords),
+            (ops.attention_weight_sums, (query, key, row_max, row_sum, 0.3), keywords),
+            (ops.attention_weight_sums, (query, key, row_max, row_sum, 0.3), {"per_key": of_keys}),
             (ops.attention_backward, saved, keywords),
-            (ops.attention_backward, saved, {**more, "grad_weights": scores}),
+            (ops.attention_backward, saved, {**more, "grad_weights": scores, **of_statistics}),
         ]
     library = getattr(torch.ops, ops.NAMESPACE)
     mask = torch.rand(5, 6) < 0.5
@@ -144,6 +149,7 @@ def cache_calls(dtype: torch.dtype, transposed: bool) -> Calls:
         (ops.append_to_cache, (*pages, key, value, before), {"block_table": table}),
         (ops.append_to_cache, (*cache, *packed[1:], before), {"cu_seqlens": starts}),
         (ops.attention_with_cache, (query, *cache, key, value, 0.3), {**after, **offsets}),
+        (ops.statistics_with_cache, (query, *cache, key, value, 0.3), {**after, **offsets}),
         (
             ops.attention_with_cache,
             (packed[0], *pages, *packed[1:], 0.3),
