@@ -24,7 +24,7 @@ from .arguments import (
     explained,
     shapes,
 )
-from .autograd import attention_and_statistics, attention_with_gradient
+from .autograd import attention_with_gradient, statistics_with_gradient
 from .aux_request import returned, wanted
 from .reference_statistics import AuxOutput
 
@@ -71,7 +71,7 @@ def _with_statistics(call: Prepared, options: AttentionOptions) -> Any:
     """The same with what return_aux asks for."""
     tensors, scale, keywords, form = call
     wants = wanted(options.return_aux, options.return_weights, options.return_lse)
-    out, weights, found = attention_and_statistics(tensors, scale, keywords, wants)
+    out, weights, found = statistics_with_gradient(tensors, scale, keywords, wants)
     lse = found.lse if options.return_lse else None
     return *shapes.restored(form, out, weights, lse), aux_output(options, form, found)
 

@@ -5,15 +5,15 @@ from .graph_operators import (
     attention_scores_with_gradient,
     attention_with_gradient,
     masked_softmax_with_gradient,
+    statistics_with_gradient,
 )
-from .statistics import attention_and_statistics
 
 __all__ = [
     "CAUSAL",
-    "attention_and_statistics",
     "attention_scores_with_gradient",
     "attention_with_gradient",
     "basic_attention",
     "masked_softmax_with_gradient",
     "packed_attention",
+    "statistics_with_gradient",
 ]

@@ -20,7 +20,7 @@ Note [Gradients in graphs]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,12 @@ from torch.autograd import forward_ad
 
 from .. import ops, reference
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
+from ..aux_request import Wanted
+from ..reference_statistics import AuxOutput
 from . import onnx_graphs
 from .attention_function import attention, vmapped
 from .scores_and_softmax_functions import attention_scores, masked_softmax
+from .statistics import attention_and_statistics
 
 __all__ = [
     "arguments_of",
@@ -42,6 +45,7 @@ __all__ = [
     "is_exporting_vmap",
     "is_tracing_graph",
     "masked_softmax_with_gradient",
+    "statistics_with_gradient",
 ]
 
 _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
@@ -83,6 +87,28 @@ def _attention(
     return [result for result in results if result is not None]
 
 
+def _statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    results: Sequence[str],
+    attn_mask: OptionalTensor = None,
+    alibi_slopes: OptionalTensor = None,
+    sinks: OptionalTensor = None,
+    dropout_seed: OptionalTensor = None,
+    **keywords: Any,
+) -> list[Tensor]:
+    tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
+    if onnx_graphs.is_exporting():
+        raise NotImplementedError("torch.onnx.export has no statistics of attention (return_aux)")
+    wanted = Wanted(**dict.fromkeys(results, True))
+    out, weights, found = attention_and_statistics(tensors, scale, keywords, wanted)
+    named = {"weights": weights, **found._asdict()}
+    return [out, *(named[name] for name in wanted.names())]
+
+
 def _attention_scores(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
     if onnx_graphs.is_exporting():
         return reference.attention_scores(query, key, scale)
@@ -120,6 +146,14 @@ _OF_ATTENTION = _step(
     arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
     "Tensor[]",
     _attention,
+)
+_OF_STATISTICS = _step(
+    "attention_and_statistics_with_gradient",
+    arguments_of(
+        ops.attention_statistics, **{"bool need_residual=False, bool need_weights=False": "str[] results"}
+    ),
+    "Tensor[]",
+    _statistics,
 )
 _OF_SCORES = _step(
     "attention_scores_with_gradient", arguments_of(ops.attention_scores), "Tensor", _attention_scores
@@ -182,7 +216,7 @@ def is_exporting_vmap() -> bool:
 
 def _put_in_graphs() -> None:
     """Tells Dynamo to take each function as one step of its graph, like torch's own."""
-    for step in (_OF_ATTENTION, _OF_SCORES, _OF_SOFTMAX):
+    for step in (_OF_ATTENTION, _OF_STATISTICS, _OF_SCORES, _OF_SOFTMAX):
         torch.compiler.allow_in_graph(step.in_transforms)
 
 
@@ -213,6 +247,19 @@ def attention_with_gradient(
     merged = keywords_of(tensors, keywords)
     results = compute(*tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **merged)
     return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
+
+
+def statistics_with_gradient(
+    tensors: Tensors, scale: float, keywords: Keywords, wanted: Wanted
+) -> tuple[Tensor, OptionalTensor, AuxOutput]:
+    """Calls :func:`.statistics.attention_and_statistics`, in a graph as one operator."""
+    compute = _in_graph(_OF_STATISTICS)
+    if compute is None:
+        return attention_and_statistics(tensors, scale, keywords, wanted)
+    merged = keywords_of(tensors, keywords)
+    out, *rest = compute(*tensors[:3], scale, results=wanted.names(), **merged)
+    named = dict(zip(wanted.names(), rest, strict=True))
+    return out, named.pop("weights", None), AuxOutput(**named)
 
 
 def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
