@@ -41,6 +41,10 @@ struct Kernel {
   size_t (*backward_backward_workspace)(const AttentionParams&, const BackwardBackwardArguments&) = nullptr;
   void (*backward_backward)(const AttentionParams&, const BackwardBackwardArguments&,
                             const Launch&) = nullptr;
+  // Fills row_top and row_mean, once forward has filled the other row statistics; for calls that ask for
+  // them. Kernels that have it apply gradients of statistics, too.
+  void (*statistics)(const AttentionParams&, const ForwardOutputs&, const Launch&) = nullptr;
+  void (*weight_sums)(const AttentionParams&, const WeightSums&, const Launch&) = nullptr;
   // Adds the gradients of the tensors that the call's function reads to the sums. Is called only if some are
   // wanted, with a workspace of captured_workspace() bytes.
   size_t (*captured_workspace)(const AttentionParams&, const CapturedGradients&) = nullptr;

@@ -18,6 +18,7 @@ Forward mode, torch.func and derivatives of higher order go through the formula 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -150,55 +151,51 @@ def _sinks_of_rows(sinks: Tensor, merged: Keywords, row_max: Tensor) -> Tensor:
     return sinks[sequence].T.unsqueeze(0)
 
 
+def row_gradients(grads: AuxOutput, rows: Rows, keywords: Keywords) -> Keywords:
+    """Returns grad_row, grad_mean and grad_sink of Note [Gradients of statistics], without what key_weights
+    add to grad_row. ``keywords`` are those of the forward.
+    """
+    found: Keywords = {}
+    g_mean, g_entropy = grads.mean_score, grads.entropy
+    if grads.lse is not None:
+        found["grad_row"] = -grads.lse
+    if g_mean is None and g_entropy is None:
+        return found
+    assert rows.row_mean is not None
+    shift = _shift(rows.row_max)
+    sink = _sink(rows, shift, keywords)
+    slope = own = of_rows = torch.zeros_like(shift)
+    if g_mean is not None:
+        of_rows = of_rows - g_mean * (1.0 + shift - _mean_score(rows, keywords))
+        slope, own = slope + g_mean, own - g_mean * (1.0 + shift)
+    if g_entropy is not None:
+        of_rows = of_rows - g_entropy * rows.row_mean
+        slope = slope - g_entropy
+        if sink is not None:
+            own = own - g_entropy * sink.below
+    found["grad_row"] = of_rows + found["grad_row"] if "grad_row" in found else of_rows
+    found["grad_mean"] = slope
+    if sink is not None:
+        found["grad_sink"] = own
+    return found
+
+
 def gradient_keywords(
-    grads: AuxOutput,
-    tensors: Tensors,
-    rows: Rows,
-    scale: float,
-    keywords: Keywords,
-    merged: Keywords,
+    grads: AuxOutput, tensors: Tensors, rows: Rows, scale: float, keywords: Keywords, merged: Keywords
 ) -> Keywords:
     """Returns the keyword arguments of a backward by Note [Gradients of statistics].
 
     ``keywords`` are those of the forward, and ``merged`` those that the backward has already.
     """
-    added: Keywords = {}
-    grad_row = merged.get("grad_row")
-
-    def add(term: Tensor) -> None:
-        nonlocal grad_row
-        grad_row = term if grad_row is None else grad_row + term
-
-    g_mean, g_entropy, g_keys = grads.mean_score, grads.entropy, grads.key_weights
-    if grads.lse is not None:
-        add(-grads.lse)
-    if g_mean is not None or g_entropy is not None:
-        assert rows.row_mean is not None
-        shift = _shift(rows.row_max)
-        sink = _sink(rows, shift, keywords)
-        zero = torch.zeros_like(shift)
-        slope, own = zero, zero
-        if g_mean is not None:
-            add(-g_mean * (1.0 + shift - _mean_score(rows, keywords)))
-            slope, own = slope + g_mean, own - g_mean * (1.0 + shift)
-        if g_entropy is not None:
-            add(-g_entropy * rows.row_mean)
-            slope = slope - g_entropy
-            if sink is not None:
-                own = own - g_entropy * sink.below
-        added["grad_mean"] = slope
-        if sink is not None:
-            added["grad_sink"] = own
-    if g_keys is not None:
-        added["grad_keys"] = g_keys
-        add(
-            ops.attention_weight_sums(
-                *tensors[:2], rows.row_max, rows.row_sum, scale, per_key=g_keys, **keywords
-            )
-        )
-    if grad_row is not None:
-        added["grad_row"] = grad_row
-    return added
+    found = row_gradients(grads, rows, keywords)
+    terms = [more["grad_row"] for more in (merged, found) if "grad_row" in more]
+    if grads.key_weights is not None:
+        found["grad_keys"] = grads.key_weights
+        statistics = (*tensors[:2], rows.row_max, rows.row_sum, scale)
+        terms.append(ops.attention_weight_sums(*statistics, per_key=grads.key_weights, **keywords))
+    if terms:
+        found["grad_row"] = functools.reduce(torch.add, terms)
+    return found
 
 
 def attention_and_statistics(tensors: Tensors, scale: float, keywords: Keywords, wanted: Wanted) -> Results:

@@ -103,6 +103,9 @@ INSTANCES = (
         _EVERY_DTYPE,
     ),
     Instances(
+        "simt", "simt_statistics", ("row_statistics.cuh",), ("statistics", "weight_sums"), _EVERY_DTYPE
+    ),
+    Instances(
         "sm80",
         "sm80",
         ("sm80_launch.cuh",),
@@ -136,7 +139,7 @@ INSTANCES = (
         ("regions_of_mask", "run_mask"),
         _16_BITS,
         ((256,),),
-    ),
+    ),  # fmt: skip
     Instances(
         "sm90",
         "sm90",

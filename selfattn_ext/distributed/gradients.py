@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor
+from ..autograd import statistics
 from ..reference import accumulation_dtype
 from .plan import Meeting, part_of_mask, part_of_slopes
 
@@ -14,21 +15,13 @@ __all__ = ["OwnGradients", "Rows"]
 
 
 class Rows:
-    """This rank's rows (B, H, L) as a backward meets them: the gradients of out and of the log-sum-exp, and
-    what the forward saved of all keys together.
+    """This rank's rows (B, H, L) as a backward meets them: the gradient of out, what the forward saved of all
+    keys together, and the keyword arguments of a backward that have a number for each row.
     """
 
-    def __init__(
-        self,
-        grad_out: Tensor,
-        grad_lse: OptionalTensor,
-        out: Tensor,
-        row_max: Tensor,
-        row_sum: Tensor,
-        residual: OptionalTensor,
-    ) -> None:
-        self._grad_out, self._grad_lse = grad_out, grad_lse
-        self._out, self._row_max, self._row_sum, self._residual = out, row_max, row_sum, residual
+    def __init__(self, grad_out: Tensor, saved: statistics.Rows, of_rows: Keywords) -> None:
+        self._grad_out, self._of_rows = grad_out, of_rows
+        self._out, self._row_max, self._row_sum, self._residual = saved[:4]
 
     def pull(
         self, query: Tensor, key: Tensor, value: Tensor, meeting: Meeting, scale: float, options: Keywords
@@ -43,8 +36,7 @@ class Rows:
 
         if self._residual is not None:
             options["out_residual"] = of_rows(self._residual)
-        if self._grad_lse is not None:
-            options["grad_row"] = -of_rows(self._grad_lse)
+        options |= {name: of_rows(numbers) for name, numbers in self._of_rows.items()}
         return ops.attention_backward(
             of_rows(self._grad_out), query[:, :, rows], key, value, of_rows(self._out),
             of_rows(self._row_max), of_rows(self._row_sum), scale, **options,
@@ -57,11 +49,9 @@ class Rows:
         out = self._out.to(self._row_max.dtype)
         if self._residual is not None:
             out = out + self._residual
-        delta = (self._grad_out * out).sum(-1)
-        if self._grad_lse is not None:
-            delta = delta - self._grad_lse
+        delta = (self._grad_out * out).sum(-1) + self._of_rows.get("grad_row", 0.0)
         weights = torch.exp(sinks.unsqueeze(-1) - self._row_max) / self._row_sum
-        of_heads = -(weights * delta).sum(-1)
+        of_heads = (weights * (self._of_rows.get("grad_sink", 0.0) - delta)).sum(-1)
         return of_heads if sinks.size(0) == of_heads.size(0) else of_heads.sum(0, keepdim=True)
 
 

@@ -1,7 +1,8 @@
 """Results of attention over parts of the keys are put together to the result over all keys.
 
-Each part gives out, the maximum of a row's scores and the sum of their exponentials relative to it. The sums
-are in float32, or float64 for float64: rounding to 16 bits would cost precision with each part.
+Each part gives out, the maximum of a row's scores and the sum of their exponentials relative to it; and, if
+statistics are wanted, row_top and row_mean of :mod:`selfattn_ext.autograd.statistics`. The sums are in
+float32, or float64 for float64: rounding to 16 bits would cost precision with each part.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ class RowResults:
         self.out = query.new_zeros(*shape, value_dim, dtype=dtype)
         self.row_max = query.new_full(shape, -torch.inf, dtype=dtype)
         self.row_sum = query.new_zeros(shape, dtype=dtype)
+        self.row_top = self.row_max.clone()
+        self.row_mean = self.row_sum.clone()
 
     def add(
-        self, rows: slice, out: Tensor, row_max: Tensor, row_sum: Tensor, residual: OptionalTensor
+        self,
+        rows: slice,
+        out: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        residual: OptionalTensor,
+        row_top: OptionalTensor = None,
+        row_mean: OptionalTensor = None,
     ) -> None:
         """Adds the results over further keys, for some of the rows."""
         out = out.to(self.out.dtype)
@@ -39,8 +49,15 @@ class RowResults:
         base = torch.where(together == -torch.inf, 0.0, together)
         before, added = before_sum * torch.exp(before_max - base), row_sum * torch.exp(row_max - base)
         total = before + added
-        share = torch.where(total == 0, 0.0, added / total).unsqueeze(-1)
-        kept = torch.where(total == 0, 0.0, before / total).unsqueeze(-1)
+        share = torch.where(total == 0, 0.0, added / total)
+        kept = torch.where(total == 0, 0.0, before / total)
+        if row_top is not None and row_mean is not None:
+            top, mean = self.row_top[:, :, rows], self.row_mean[:, :, rows]
+            # Means are counted from the maximum of both parts. One that has no share may be anything.
+            earlier = torch.where(kept == 0, 0.0, kept * (mean + (before_max - base)))
+            mean.copy_(earlier + torch.where(share == 0, 0.0, share * (row_mean + (row_max - base))))
+            top.copy_(torch.maximum(top, row_top))
+        share, kept = share.unsqueeze(-1), kept.unsqueeze(-1)
         results = self.out[:, :, rows]
         # A result that has no share may be anything, NaN too.
         mine = torch.where(kept == 0, 0.0, kept * results)
@@ -58,11 +75,9 @@ class RowResults:
             logits.expand_as(self.row_max),
             torch.ones_like(self.row_sum),
             None,
+            torch.full_like(self.row_max, -torch.inf),
+            torch.zeros_like(self.row_sum),
         )
-
-    def lse(self) -> Tensor:
-        """The log-sum-exp of the scores."""
-        return self.row_max + torch.log(self.row_sum)
 
     def rounded(self, dtype: torch.dtype) -> tuple[Tensor, OptionalTensor]:
         """out in that dtype, and what its rounding took away where it has 16 bits."""

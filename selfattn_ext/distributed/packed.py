@@ -23,7 +23,9 @@ from ..arguments import (
     with_options,
 )
 from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
-from ..attend import attend, dropout_seed
+from ..attend import attend, aux_output, dropout_seed
+from ..aux_request import Wanted, wanted
+from ..reference_statistics import AuxOutput
 from .agreement import Numbers, agree, tells
 from .group import Ranks, eager, ranks_of
 from .plan import Plan
@@ -55,6 +57,7 @@ def ring_varlen_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    return_aux: Any = None,
 ) -> Any:
     """:func:`ring_attention` of sequences that are packed end to end, each of which sees itself alone.
 
@@ -72,10 +75,11 @@ def ring_varlen_attention(
             :func:`selfattn_ext.varlen_attention` takes them. Rank 0 draws the seed of dropout, which needs
             keys that begin at multiples of four rows; contiguous does not promise that.
         sinks: (H,), a logit per head.
-        group, layout, rotate, return_lse: as :func:`ring_attention` takes them.
+        group, layout, rotate, return_lse, return_aux: as :func:`ring_attention` takes them.
 
     Returns:
-        out (rows, H, Ev), or (out, lse), lse (H, rows). Both are differentiable once.
+        out (rows, H, Ev), or (out, lse), lse (H, rows), with an :class:`selfattn_ext.AuxOutput` at the end
+        for return_aux. All are differentiable once.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`ring_attention` does.
@@ -94,10 +98,11 @@ def ring_varlen_attention(
     ranks = ranks_of(group)
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks, 0,
-        False, return_lse,
+        False, return_lse, return_aux,
     )  # fmt: skip
+    wants = Wanted(lse=True) if return_aux is None else wanted(return_aux, False, True)
 
-    def compute(call: AttentionCall) -> shapes.Results:
+    def compute(call: AttentionCall) -> Any:
         part, starts = _part(call, cu_seqlens)
         lies = Layout(layout, starts, ranks.size)
         _check_rows(lies, ranks, query.size(0), key.size(0))
@@ -106,7 +111,7 @@ def ring_varlen_attention(
             check_alignment(lies)
         described = {
             "the function": "ring_varlen_attention", "cu_seqlens": starts, **part.description(),
-            "layout": layout, "rotate": rotate,
+            "layout": layout, "rotate": rotate, "return_aux": wants,
         }  # fmt: skip
         seed = int(dropout_seed(query)) if drops else 0
         numbers, flags = agree(ranks, described, Numbers(seed=seed, flags=part.flags()))
@@ -115,8 +120,12 @@ def ring_varlen_attention(
             ranks, lies, lies, rotate, part.scale, part.keywords, 0, query.device, numbers[0].seed, 0,
             packed=True, one_by_one=drops or mask is not None,
         )  # fmt: skip
-        out, lse = RingAttention.apply(query_rows, key_rows, value_rows, mask, slopes, own_sinks, plan)
-        return shapes.restored_packed(out, None, lse if return_lse else None)
+        out, *rest = RingAttention.apply(
+            query_rows, key_rows, value_rows, mask, slopes, own_sinks, plan, wants
+        )
+        found = AuxOutput(**dict(zip(wants.names(), rest, strict=True)))
+        results = shapes.restored_packed(out, None, found.lse if return_lse else None)
+        return results if return_aux is None else (*results, aux_output(options, part.form, found))
 
     check = partial(check_packed, cu_seqlens=cu_seqlens)
     return attend(AttentionCall(query, key, value, options), compute, check)

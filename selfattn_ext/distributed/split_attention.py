@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..arguments import AttentionCall, AttentionOptions, OptionalTensor, Tensors, shapes
 from ..arguments.call import DEFAULT_QUERY_OFFSET, DEFAULT_SOFTCAP, DEFAULT_WINDOW
-from ..attend import attend
-from ..autograd import attention_with_gradient
+from ..attend import attend, aux_output
+from ..autograd import attention_with_gradient, statistics_with_gradient
+from ..aux_request import Wanted, wanted
+from ..reference_statistics import AuxOutput
 from .agreement import Flags, tells
 from .group import crossing, eager, ranks_of
 from .heads import Deal, heads_of_rank, to_heads, to_rows
@@ -54,6 +56,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     query_offset: int = DEFAULT_QUERY_OFFSET,
     return_lse: bool = False,
+    return_aux: Any = None,
 ) -> Any:
     """Attention over a sequence of which every rank of a group holds a part, with the result and the
     gradients that one process would give for these rows.
@@ -78,9 +81,12 @@ def ring_attention(
         alibi_slopes, sinks: as that function takes them, the same on every rank. Each rank gets the part of
             their gradient that comes from its rows: the gradient of one process is the sum over the ranks.
         return_lse: also return the log-sum-exp of this rank's rows.
+        return_aux: an :class:`selfattn_ext.AuxRequest`, the same on every rank: also return the statistics of
+            this rank's rows, and the weights that its keys receive from the queries of all ranks.
 
     Returns:
-        out (..., H, L, Ev), this rank's rows, or (out, lse). Both are differentiable once.
+        out (..., H, L, Ev), this rank's rows, or (out, lse), with an :class:`selfattn_ext.AuxOutput` at the
+        end for return_aux. All are differentiable once.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank if
@@ -106,15 +112,16 @@ def ring_attention(
     ranks = ranks_of(group)
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-        query_offset, False, return_lse,
+        query_offset, False, return_lse, return_aux,
     )  # fmt: skip
+    wants = Wanted(lse=True) if return_aux is None else wanted(return_aux, False, True)
 
-    def compute(call: AttentionCall) -> shapes.Results:
+    def compute(call: AttentionCall) -> Any:
         part = part_of_call(call)
-        together = split("ring_attention", part, ranks, layout, rotate=rotate)
+        together = split("ring_attention", part, ranks, layout, rotate=rotate, return_aux=wants)
         check_columns(part.tensors.mask, part.tensors.query, together.keys.length)
-        out, lse = _ring(part.recording(together.flags), together, rotate, 0)
-        return shapes.restored(part.form, out, None, lse if return_lse else None)
+        out, found = _ring(part.recording(together.flags), together, rotate, 0, wants)
+        return _in_users_form(part, options, out, found)
 
     return attend(AttentionCall(query, key, value, options), compute, check)
 
@@ -141,13 +148,15 @@ def ulysses_attention(
     sinks: Tensor | None = None,
     query_offset: int = DEFAULT_QUERY_OFFSET,
     return_lse: bool = False,
+    return_aux: Any = None,
 ) -> Any:
     """Attention over a split sequence by an exchange of heads: while it computes, each rank has some of the
     heads and the whole sequence.
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale: as :func:`ring_attention` takes them.
-        enable_gqa, window_size, softcap, alibi_slopes, sinks, query_offset, return_lse: likewise.
+        enable_gqa, window_size, softcap, alibi_slopes, sinks, query_offset: likewise.
+        return_lse, return_aux: likewise.
         group: the ranks that exchange heads, as :func:`ring_attention` takes it. Query heads are dealt out as
             evenly as they can be; kv heads go where their query heads are, so that there may be fewer of them
             than ranks.
@@ -183,14 +192,15 @@ def ulysses_attention(
         crossing(ranks, ring)
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-        query_offset, False, return_lse,
+        query_offset, False, return_lse, return_aux,
     )  # fmt: skip
+    wants = Wanted(lse=True) if return_aux is None else wanted(return_aux, False, True)
 
-    def compute(call: AttentionCall) -> shapes.Results:
+    def compute(call: AttentionCall) -> Any:
         part = part_of_call(call)
         own = split(
             "ulysses_attention", part, ranks, layout if ring is None else "contiguous",
-            mask=digest_of_mask(part.tensors.mask), return_lse=return_lse,
+            mask=digest_of_mask(part.tensors.mask), return_lse=return_lse, return_aux=wants,
         )  # fmt: skip
         together = own
         if ring is not None:
@@ -201,27 +211,34 @@ def ulysses_attention(
         dealt = part._replace(tensors=_some_heads(part.tensors, own, deal, together.flags))
         first_head = deal.heads[ranks.rank][0]
         if ring is None:
-            out, lse = _whole(dealt, own, first_head, return_lse)
+            asked = wants if return_lse or return_aux is not None else Wanted()
+            out, found = _whole(dealt, own, first_head, asked)
         else:
-            out, lse = _ring(dealt, together, rotate, first_head)
-        columns = [out] if lse is None or not return_lse else [out, lse.unsqueeze(-1)]
-        out, *lses = to_rows(columns, [deal] * len(columns))
-        return shapes.restored(part.form, out, None, lses[0].squeeze(-1) if lses else None)
+            out, found = _ring(dealt, together, rotate, first_head, wants)
+        return _in_users_form(part, options, *_rows_of_all_heads(deal, own, out, found))
 
     return attend(AttentionCall(query, key, value, options), compute, check)
 
 
-def _ring(part: Part, together: Split, rotate: str, first_head: int) -> tuple[Tensor, Tensor]:
+def _in_users_form(part: Part, options: AttentionOptions, out: Tensor, found: AuxOutput) -> Any:
+    """The results of an attention function in the form that its caller gave."""
+    results = shapes.restored(part.form, out, None, found.lse if options.return_lse else None)
+    return results if options.return_aux is None else (*results, aux_output(options, part.form, found))
+
+
+def _ring(
+    part: Part, together: Split, rotate: str, first_head: int, wants: Wanted
+) -> tuple[Tensor, AuxOutput]:
     query, key, value, mask, slopes, sinks, _ = part.tensors
     plan = Plan(
         together.ranks, together.queries, together.keys, rotate, part.scale, part.keywords,
         part.query_offset, query.device, together.seed, first_head,
     )  # fmt: skip
-    out, lse = RingAttention.apply(query, key, value, mask, slopes, sinks, plan)
-    return out, lse
+    out, *rest = RingAttention.apply(query, key, value, mask, slopes, sinks, plan, wants)
+    return out, AuxOutput(**dict(zip(wants.names(), rest, strict=True)))
 
 
-def _whole(part: Part, own: Split, first_head: int, want_lse: bool) -> tuple[Tensor, OptionalTensor]:
+def _whole(part: Part, own: Split, first_head: int, wants: Wanted) -> tuple[Tensor, AuxOutput]:
     """Attention of this rank's heads over the whole sequence."""
     tensors, keywords = part.tensors, part.keywords
     if part.query_offset:
@@ -229,8 +246,23 @@ def _whole(part: Part, own: Split, first_head: int, want_lse: bool) -> tuple[Ten
     if "dropout_p" in keywords:
         origin = torch.tensor([own.seed, 0, first_head, 0, 0], device=tensors.query.device)
         tensors = tensors._replace(seed=origin)
-    out, _, lse = attention_with_gradient(tensors, part.scale, keywords, False, want_lse)
-    return out, lse
+    if wants.of_rows() or wants.key_weights:
+        out, _, found = statistics_with_gradient(tensors, part.scale, keywords, wants)
+        return out, found
+    out, _, lse = attention_with_gradient(tensors, part.scale, keywords, False, wants.lse)
+    return out, AuxOutput(lse)
+
+
+def _rows_of_all_heads(deal: Deal, own: Split, out: Tensor, found: AuxOutput) -> tuple[Tensor, AuxOutput]:
+    """Exchanges the results of this rank's heads for those of its rows and keys."""
+    named = {name: each for name, each in found._asdict().items() if each is not None}
+    of_keys, fixed = deal._replace(layout=own.keys), deal._replace(differentiated=False)
+    deals = {"key_weights": of_keys, "max_scores": fixed}
+    out, *columns = to_rows(
+        [out, *(each.unsqueeze(-1) for each in named.values())],
+        [deal, *(deals.get(name, deal) for name in named)],
+    )
+    return out, AuxOutput(**{name: each.squeeze(-1) for name, each in zip(named, columns, strict=True)})
 
 
 def _deal(own: Split, heads: int, differentiated: bool) -> Deal:

@@ -20,7 +20,7 @@ from .statements import Function
 
 __all__ = ["load"]
 
-_SIMT = ("forward", "backward", "mask_gradient", "captured_gradient", "score_matrix")
+_SIMT = ("forward", "backward", "mask_gradient", "captured_gradient", "score_matrix", "row_statistics")
 #: The kernels that may have a function inside.
 _KERNELS = (
     *(f"simt/{name}" for name in _SIMT),

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 #: The instances, by the names of their sources.
 FEW = (
     *(f"row_gradients_{dtype}" for dtype in ("float32", "bfloat16")),
-    *(f"simt_{part}_float32" for part in ("forward", "backward", "mask_gradient", "tangents")),
+    *(f"simt_{part}_float32" for part in ("forward", "backward", "mask_gradient", "tangents", "statistics")),
     *("simt_tangent_mask_float32", "simt_captured_gradient", "simt_scores_float32"),
     # Tensor cores leave gradients of returned weights to these.
-    *(f"simt_{part}_bfloat16" for part in ("scores", "forward", "backward", "mask_gradient")),
+    *(f"simt_{part}_bfloat16" for part in ("scores", "forward", "backward", "mask_gradient", "statistics")),
     *("sm80_bfloat16_64", "sm80_float32_64", "sm80_backward_bfloat16_64", "sm80_mask_bfloat16_64"),
     *(f"sm90_{part}bfloat16_{dims}" for part in ("", "backward_") for dims in ("64", "192_128", "192")),
 )

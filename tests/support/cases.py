@@ -20,7 +20,7 @@ from tolerances import assert_accurate
 from torch import Tensor
 
 import selfattn_ext
-from selfattn_ext import reference
+from selfattn_ext import AuxRequest, reference
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -58,6 +58,8 @@ MORE_MASKS = {
     "float32 keys": (lambda b, h, q, k: (b, 1, 1, k), torch.float32),
     "bfloat16 square": (lambda b, h, q, k: (q, k), torch.bfloat16),
 }
+
+STATISTICS = AuxRequest(max_scores=True, entropy=True, mean_score=True, key_weights=True)
 
 LAYOUTS = ("contiguous", "transposed", "expanded", "offset", "columns")
 
@@ -100,6 +102,7 @@ class Case:
     dropout_p: float = 0.0
     weights: bool = False
     lse: bool = False
+    statistics: bool = False  # all that return_aux has beside lse
     opposed: float = 0.0  # is added to the first elements of queries and subtracted from those of keys
     seed: int = 0
     device: str = gpu.DEVICE
@@ -179,9 +182,14 @@ class Case:
             enable_gqa=self.heads != self.kv_heads,
             return_weights=self.weights,
             return_lse=self.lse,
+            return_aux=STATISTICS if self.statistics else None,
         )
         names = ["out", *(["weights"] if self.weights else []), *(["lse"] if self.lse else [])]
-        return dict(zip(names, results if len(names) > 1 else [results], strict=True))
+        if not self.statistics:
+            return dict(zip(names, results if len(names) > 1 else [results], strict=True))
+        *results, aux = results
+        found = {name: getattr(aux, name) for name, asked in STATISTICS._asdict().items() if asked}
+        return dict(zip(names, results, strict=True)) | found
 
     def run_with_gradients(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Computes the case and, for random cotangents, the gradients of all inputs."""
@@ -208,9 +216,16 @@ class Case:
         if self.dropout_p:
             options["dropout_seed"] = dropout_seed(self.seed, self.device)
         result = reference.attention(**tensors, **self.numbers(), **options)._asdict()
-        return {
+        results = {
             name: result[name] for name in ("out", "weights", "lse") if name == "out" or getattr(self, name)
         }
+        if self.statistics:
+            numbers = {name: number for name, number in self.numbers().items() if name != "dropout_p"}
+            without = {name: tensor for name, tensor in tensors.items() if name != "value"}
+            of_dtype = {name: value for name, value in options.items() if name == "compute_dtype"}
+            found = reference.score_statistics(**without, **numbers, **of_dtype)
+            results |= {name: getattr(found, name) for name, asked in STATISTICS._asdict().items() if asked}
+        return results
 
     def largest_term(self, tensors: dict[str, Tensor], grad_out: Tensor) -> float:
         """Returns the size of the terms whose difference is the gradient of a score.
@@ -261,6 +276,7 @@ def gradients(
     results: dict[str, Tensor], cotangents: dict[str, Tensor], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Returns the gradient of every differentiable input, zero if the results do not depend on it."""
+    results = {name: result for name, result in results.items() if name != "max_scores"}  # it has none
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     grads = torch.autograd.grad(
         list(results.values()),

@@ -46,6 +46,12 @@ __device__ __forceinline__ int64_t first_statistic_of(const AttentionParams& p, 
   return p.row(s.query_batch, head, s.first_query);
 }
 
+// The index of key 0 in arrays of a number per query head and key; the other keys follow.
+__device__ __forceinline__ int64_t first_key_number(const AttentionParams& p, const Sequence& s,
+                                                    int64_t head) {
+  return p.key_place(p.sequences.key_starts != nullptr ? 0 : s.batch, head, s.first_key);
+}
+
 // The positions in the form of core/visible_range.h.
 __device__ __forceinline__ Positions positions_of(const AttentionParams& p, const Sequence& s) {
   return {s.queries, s.keys, s.query_offset, p.window_left, p.window_right};

@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kThreads, 8)
   if (a.grad_sinks_rows != nullptr) {
     // A sink is a score of the row without a value: the gradient of its weight is 0.
     const T weight = state.weight(head_scalar<T>(p.sinks, batch, head), inverse);
-    static_cast<T*>(a.grad_sinks_rows)[row] = weight == T(0) ? T(0) : -weight * delta;
+    const T own = a.grad_sink != nullptr ? static_cast<const T*>(a.grad_sink)[row] : T(0);
+    static_cast<T*>(a.grad_sinks_rows)[row] = weight == T(0) ? T(0) : weight * (own - delta);
   }
 }
 

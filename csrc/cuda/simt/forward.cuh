@@ -191,16 +191,6 @@ struct ForwardShared {
   }
 };
 
-// The largest number among the threads of a row.
-template <class T>
-__device__ __forceinline__ T largest_of_row(T x) {
-#pragma unroll
-  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) {
-    x = larger(x, __shfl_xor_sync(kWholeWarp, x, lanes));
-  }
-  return x;
-}
-
 // Turns scores into weights relative to the largest score so far; hidden ones become -0, see is_hidden.
 // Earlier sums are multiplied by the factor of the new maximum. state.sum is this thread's share of a row's
 // sum.

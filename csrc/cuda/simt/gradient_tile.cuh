@@ -2,6 +2,8 @@
 //
 //   P = exp(score - shift) * inverse_sum,  W = P * keep,  ds = P * ((dO·v + grad_weights) * keep - delta)
 //
+// Gradients of statistics add to the last bracket: Note [Statistics of scores] in core/attention_params.h.
+//
 // W and ds are -0 for hidden pairs of query and key, and never -0 for others: see is_hidden.
 #pragma once
 
@@ -100,6 +102,20 @@ __device__ __forceinline__ void weigh_bare(const ScoreTile<T>& tile, const rows:
   }
 }
 
+// What gradients of statistics add to the gradient of a visible pair's weight. `row` is the place of the
+// query's statistics, and `below` the score less the row's shift.
+template <class T>
+__device__ __forceinline__ T gradient_of_statistics(const AttentionParams& p, const BackwardArguments& a,
+                                                    const Sequence& sequence, int64_t head, int64_t row,
+                                                    int64_t key, T below) {
+  T added = T(0);
+  if (a.grad_mean != nullptr) added = static_cast<const T*>(a.grad_mean)[row] * below;
+  if (a.grad_keys != nullptr) {
+    added += static_cast<const T*>(a.grad_keys)[first_key_number(p, sequence, head) + key];
+  }
+  return added;
+}
+
 // Does the same with every option, in the panels, where both products lie. It loops over queries, because
 // code that is unrolled over the registers of two fragments would be long and spill them. ds is multiplied by
 // the softcap's slope if it will be multiplied by queries or keys. For captured tensors the scores that their
@@ -150,7 +166,9 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
           }
           const T score = tile.score_in_window(query, key, dot);
           weight = numbers.weight(score);
-          grad = numbers.score_grad(weight, weight_grad * keep);
+          const T added = gradient_of_statistics(p, a, plan.sequence, plan.head, first_row + query,
+                                                 plan.first_key + key, score - numbers.shift);
+          grad = numbers.score_grad(weight, weight_grad * keep + added);
           weight *= keep;
           if (tile.function_hides(score)) {
             weight = grad = -T(0);
@@ -187,7 +205,8 @@ __device__ __forceinline__ void weigh_tile(const AttentionParams& p, const Backw
   tile.move_to(plan.first_key);
   const bool bare = tile.is_bare() && tile.rows() >= Plan::kQueries &&
                     tile.window_covers(Plan::kQueries, Plan::kKeys) && !p.dropout.enabled &&
-                    a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr;
+                    a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr &&
+                    a.grad_mean == nullptr && a.grad_keys == nullptr;
   if (bare) {
     const int64_t first_row = first_statistic_of(p, plan.sequence, plan.head) + plan.first_query;
     weigh_bare<kSide>(tile, rows, first_row, s, grad);

@@ -15,6 +15,16 @@ __device__ __forceinline__ T sum_of_row(T x) {
   return x;
 }
 
+// The largest number among the threads of a row.
+template <class T>
+__device__ __forceinline__ T largest_of_row(T x) {
+#pragma unroll
+  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) {
+    x = larger(x, __shfl_xor_sync(kWholeWarp, x, lanes));
+  }
+  return x;
+}
+
 // The index of the thread's element (r, c) in a panel of weights, whose steps are keys.
 template <class T>
 __device__ __forceinline__ int weight_index(int r, int c) {

@@ -103,6 +103,12 @@ constexpr Kernel entry() {
   kernel.backward_backward = &backward_backward_of_dtype;
   kernel.captured_workspace = &captured_workspace_of_dtype;
   kernel.captured_gradients = &captured_gradients_of_dtype;
+  kernel.statistics = [](const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
+    call_for_dtype(p.dtype, [&](auto dtype) { statistics<dtype>(p, outputs, where); });
+  };
+  kernel.weight_sums = [](const AttentionParams& p, const WeightSums& sums, const Launch& where) {
+    call_for_dtype(p.dtype, [&](auto dtype) { weight_sums<dtype>(p, sums, where); });
+  };
   kernel.scores = [](const ScoresParams& p, const Launch& where) {
     call_for_dtype(p.dtype, [&](auto dtype) { scores<dtype>(p, where); });
   };

@@ -45,6 +45,11 @@ size_t captured_workspace(const AttentionParams& params, const CapturedGradients
 template <DType kDType>
 void captured_gradients(const AttentionParams& params, const BackwardArguments& arguments,
                         const CapturedGradients& gradients, const Launch& where);
+// row_top and row_mean, after the forward has run, whichever kernel's it was; and sums of weights.
+template <DType kDType>
+void statistics(const AttentionParams& params, const ForwardOutputs& outputs, const Launch& where);
+template <DType kDType>
+void weight_sums(const AttentionParams& params, const WeightSums& sums, const Launch& where);
 template <DType kDType>
 void scores(const ScoresParams& params, const Launch& where);
 template <DType kDType>

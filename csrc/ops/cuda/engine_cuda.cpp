@@ -63,6 +63,12 @@ const cuda::Kernel& choose_kernel_with(Function cuda::Kernel::* field, const cha
   return takes ? *kernel : *find_kernel("simt");
 }
 
+// Returns the kernel asked for or chosen if it has statistics and their gradients, else "simt".
+const cuda::Kernel& choose_for_statistics(const char* name, const AttentionParams& p, int capability) {
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, capability);
+  return kernel.statistics != nullptr ? kernel : cuda::choose_kernel("simt", p, capability);
+}
+
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
   DeviceScope scope(device);
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, scope.capability());
@@ -71,6 +77,8 @@ void forward(const char* name, const AttentionParams& p, const ForwardOutputs& o
     const Scratch workspace("the kernel's working space", kernel.forward_workspace(call), device);
     scope.launch.workspace = workspace.data();
     kernel.forward(call, results, scope.launch);
+    if (results.row_mean == nullptr) return;
+    choose_for_statistics(name, p, scope.capability()).statistics(call, results, scope.launch);
   });
 }
 
@@ -83,9 +91,20 @@ void weights(const char* name, const AttentionParams& p, const WeightsOutputs& o
   });
 }
 
+void weight_sums(const char* name, const AttentionParams& p, const WeightSums& sums, Device device) {
+  const DeviceScope scope(device);
+  const cuda::Kernel& kernel = choose_for_statistics(name, p, scope.capability());
+  if (p.batch * p.heads * p.queries == 0) return;
+  for_each_launch(p, sums, [&](const AttentionParams& call, const WeightSums& results) {
+    if (call.keys > 0) kernel.weight_sums(call, results, scope.launch);
+  });
+}
+
 void backward(const char* name, const AttentionParams& p, const BackwardArguments& arguments, Device device) {
   DeviceScope scope(device);
-  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, scope.capability());
+  const bool of_statistics = arguments.grad_mean != nullptr || arguments.grad_keys != nullptr;
+  const cuda::Kernel& kernel = of_statistics ? choose_for_statistics(name, p, scope.capability())
+                                             : cuda::choose_kernel(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
     const Scratch workspace("the backward's workspace", kernel.backward_workspace(call, a), device);
@@ -174,15 +193,15 @@ const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t 
   return new cuda::FunctionKernels(std::move(make_code), tensors, dims, numbers);
 }
 
-const CudaPart kPart = {
-    {&forward, &weights, &run<&cuda::Kernel::scores>, &run<&cuda::Kernel::masked_softmax>, &backward,
-     &sum_of_rows, &run<&cuda::Kernel::scores_backward>, &run<&cuda::Kernel::masked_softmax_backward>,
-     &append, &jvp, &backward_backward, &captured_gradients, &refusals},
-    cuda_compiler(),
-    cuda_architectures(),
-    &cuda::all_kernels,
-    &cuda::refusal_of,
-    &function_kernels};
+const CudaPart kPart = {{&forward, &weights, &weight_sums, &run<&cuda::Kernel::scores>,
+                         &run<&cuda::Kernel::masked_softmax>, &backward, &sum_of_rows,
+                         &run<&cuda::Kernel::scores_backward>, &run<&cuda::Kernel::masked_softmax_backward>,
+                         &append, &jvp, &backward_backward, &captured_gradients, &refusals},
+                        cuda_compiler(),
+                        cuda_architectures(),
+                        &cuda::all_kernels,
+                        &cuda::refusal_of,
+                        &function_kernels};
 const AnnounceCudaPart kAnnounced(kPart);
 
 }  // namespace

@@ -39,6 +39,7 @@ OPTIONS = {
     "dropout_p": [0.0, 0.3],
     "weights": [False, True],
     "lse": [False, True],
+    "statistics": [False, True],
     "batch": [1, 2],
 }
 

@@ -94,11 +94,23 @@ struct OnHost {
     return kernel.jvp != nullptr ? kernel : by_name(kSimt);
   }
 
+  static const cuda::Kernel& statistics_for(const AttentionParams& p) {
+    const cuda::Kernel& kernel = kernel_for(p);
+    return kernel.statistics != nullptr ? kernel : by_name(kSimt);
+  }
+
   static void forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool&) {
     const cuda::Kernel& kernel = kernel_for(p);
     for_each_launch(p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
       const Workspace workspace(kernel.forward_workspace(call));
       kernel.forward(call, results, {nullptr, workspace.memory.get()});
+      if (results.row_mean != nullptr) statistics_for(p).statistics(call, results, {});
+    });
+  }
+  static void weight_sums(const AttentionParams& p, const WeightSums& sums, const ThreadPool&) {
+    const cuda::Kernel& kernel = statistics_for(p);
+    for_each_launch(p, sums, [&](const AttentionParams& call, const WeightSums& results) {
+      if (call.keys > 0) kernel.weight_sums(call, results, {});
     });
   }
   static void weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool&) {
@@ -117,7 +129,8 @@ struct OnHost {
   // How much memory a backward needs is known only with the call's arguments, so backward() allocates it.
   static size_t backward_workspace(const AttentionParams&) { return 0; }
   static void backward(const AttentionParams& p, const BackwardArguments& arguments, const ThreadPool&) {
-    const cuda::Kernel& kernel = kernel_for(p);
+    const bool of_statistics = arguments.grad_mean != nullptr || arguments.grad_keys != nullptr;
+    const cuda::Kernel& kernel = of_statistics ? statistics_for(p) : kernel_for(p);
     for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
       const Workspace workspace(kernel.backward_workspace(call, a));
       kernel.backward(call, a, {nullptr, workspace.memory.get()});
@@ -152,6 +165,7 @@ struct OnHost {
     kernel.automatic = false;
     kernel.forward = &forward;
     kernel.weights = &weights;
+    kernel.weight_sums = &weight_sums;
     kernel.backward_workspace = &backward_workspace;
     kernel.backward = &backward;
     kernel.jvp = &jvp;
