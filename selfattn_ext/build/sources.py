@@ -73,6 +73,15 @@ class Instances(NamedTuple):
                 yield f"{name}.cu", "\n".join((*text, ""))
 
 
+_SM80_MASK = Instances(
+    "sm80/backward",
+    "sm80_mask",
+    ("sm80_mask_gradient.cuh",),
+    ("regions_of_mask", "run_mask"),
+    _SM80_DTYPES,
+    ((64,), (128,)),
+)
+
 #: Every explicit instantiation of a CUDA kernel that the dispatchers in csrc/cuda call.
 INSTANCES = (
     Instances("rows", "row_gradients", ("row_gradients.cuh",), ("prepare_of_dtype",), _EVERY_DTYPE),
@@ -124,22 +133,8 @@ INSTANCES = (
     Instances(
         "sm80/backward", "sm80_backward", ("sm80_backward_launch.cuh",), ("run_sides",), _16_BITS, ((256,),)
     ),
-    Instances(
-        "sm80/backward",
-        "sm80_mask",
-        ("sm80_mask_gradient.cuh",),
-        ("regions_of_mask", "run_mask"),
-        _SM80_DTYPES,
-        ((64,), (128,)),
-    ),
-    Instances(
-        "sm80/backward",
-        "sm80_mask",
-        ("sm80_mask_gradient.cuh",),
-        ("regions_of_mask", "run_mask"),
-        _16_BITS,
-        ((256,),),
-    ),  # fmt: skip
+    _SM80_MASK,
+    _SM80_MASK._replace(dtypes=_16_BITS, dims=((256,),)),
     Instances(
         "sm90",
         "sm90",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import turns
-from cases import Case, Judge, cotangents_of, gradients
+from cases import STATISTICS, Case, Judge, cotangents_of, gradients
 from processes import ranks
 from torch import Tensor
 from torch.distributed import init_device_mesh
@@ -23,23 +23,25 @@ SMALL = Case(queries=37, keys=37, head_dim=8, value_dim=5, lse=True, dtype=torch
 
 #: Calls to be split, which together have all options.
 CASES = [
-    dataclasses.replace(SMALL, **options)
-    for options in (
-        {},
-        {"is_causal": True, "heads": 6, "kv_heads": 2},
-        {"is_causal": True, "alibi": 1, "sinks": 1, "queries": 64, "keys": 64},
-        {"window": (9, 3), "sinks": 2, "heads": 4},
-        {"mask": "float", "alibi": 2, "softcap": 1.5},
-        {"mask": "float rows", "is_causal": True, "query_offset": 5, "queries": 3, "keys": 50},
-        {"mask": "bool keys", "dropout_p": 0.4, "heads": 4, "kv_heads": 1},
-        {"window": (-1, 5), "query_offset": -4, "dropout_p": 0.3, "is_causal": True, "batch": 3},
-        {"mask": "float square", "heads": 3, "kv_heads": 3, "dropout_p": 0.2, "sinks": 1},
-        {"queries": 5, "keys": 0},
-        {"queries": 0, "keys": 7},
-        {"queries": 1, "keys": 1, "is_causal": True},
-        {"dtype": torch.float32, "queries": 130, "keys": 130, "is_causal": True},
-        {"dtype": torch.bfloat16, "queries": 130, "keys": 257, "heads": 4, "kv_heads": 2, "sinks": 1},
-        {"dtype": torch.float16, "queries": 200, "keys": 200, "window": (40, 0), "is_causal": True},
+    dataclasses.replace(SMALL, **options, statistics=number % 4 != 2)
+    for number, options in enumerate(
+        (
+            {},
+            {"is_causal": True, "heads": 6, "kv_heads": 2},
+            {"is_causal": True, "alibi": 1, "sinks": 1, "queries": 64, "keys": 64},
+            {"window": (9, 3), "sinks": 2, "heads": 4},
+            {"mask": "float", "alibi": 2, "softcap": 1.5},
+            {"mask": "float rows", "is_causal": True, "query_offset": 5, "queries": 3, "keys": 50},
+            {"mask": "bool keys", "dropout_p": 0.4, "heads": 4, "kv_heads": 1},
+            {"window": (-1, 5), "query_offset": -4, "dropout_p": 0.3, "is_causal": True, "batch": 3},
+            {"mask": "float square", "heads": 3, "kv_heads": 3, "dropout_p": 0.2, "sinks": 1},
+            {"queries": 5, "keys": 0},
+            {"queries": 0, "keys": 7},
+            {"queries": 1, "keys": 1, "is_causal": True},
+            {"dtype": torch.float32, "queries": 130, "keys": 130, "is_causal": True},
+            {"dtype": torch.bfloat16, "queries": 130, "keys": 257, "heads": 4, "kv_heads": 2, "sinks": 1},
+            {"dtype": torch.float16, "queries": 200, "keys": 200, "window": (40, 0), "is_causal": True},
+        )
     )
 ]
 
@@ -58,6 +60,7 @@ BOTH = {"name": "both", "layout": "zigzag", "rotate": "p2p"}
 
 #: The sequence's dimension in the tensors of a case.
 ROWS = {"query": 2, "key": 2, "value": 2, "out": 2, "lse": 2, "attn_mask": -2}
+ROWS |= dict.fromkeys(("max_scores", "entropy", "mean_score", "key_weights"), 2)
 
 
 def split_results(case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
@@ -87,13 +90,15 @@ def split_results(case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
         for name, tensor in inputs.items()
     }
     torch.manual_seed(case.seed)
-    out, lse = function(
-        **tensors, **case.numbers(), **how, enable_gqa=case.heads != case.kv_heads, return_lse=True
-    )
-    shape = (case.batch, case.heads, case.queries, case.value_dim)
-    whole = {"out": out.new_empty(shape), "lse": lse.new_empty(shape[:-1])}
-    cotangents = {name: part(tensor, 2) for name, tensor in cotangents_of(whole, case.seed).items()}
+    out, lse, *aux = function(
+        **tensors, **case.numbers(), **how, enable_gqa=case.heads != case.kv_heads, return_lse=True,
+        return_aux=STATISTICS if case.statistics else None,
+    )  # fmt: skip
     results = {"out": out, "lse": lse}
+    for found in aux:
+        results |= {name: each for name, each in found._asdict().items() if each is not None}
+    whole = {name: each.new_empty(shapes_of(case)[name]) for name, each in results.items()}
+    cotangents = {name: part(tensor, 2) for name, tensor in cotangents_of(whole, case.seed).items()}
     found = results | gradients(results, cotangents, tensors)
     for name, tensor in found.items():
         of = name.removeprefix("grad of ")
@@ -106,10 +111,17 @@ def split_results(case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a case's results, in their order."""
+    rows = (case.batch, case.heads, case.queries)
+    of_rows = dict.fromkeys(("lse", "max_scores", "entropy", "mean_score"), rows)
+    return {"out": (*rows, case.value_dim), **of_rows, "key_weights": (*rows[:2], case.keys)}
+
+
 def check_split(case: Case, way: dict[str, Any], count: int) -> None:
     results, *_ = ranks(count)(split_results, case, way)
     tensors = case.inputs()
-    whole = {name: results[name] for name in ("out", "lse")}
+    whole = {name: results[name] for name in shapes_of(case) if name in results}
     Judge(case, tensors, cotangents_of(whole, case.seed)).assert_accurate(results)
 
 
