@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
 from . import backends, jit, masks, nn, reference, sources
 from .arguments.batch_invariance import batch_invariant
 from .aux_request import AuxRequest
+from .collecting import collect_statistics
 from .flex import flex_attention
 from .functional import attention_weights, scaled_dot_product_attention
 from .integrations import flop_counter as _flops  # noqa: F401
@@ -52,6 +53,7 @@ __all__ = [
     "attention_with_kvcache",
     "backends",
     "batch_invariant",
+    "collect_statistics",
     "flex_attention",
     "jit",
     "masked_softmax",

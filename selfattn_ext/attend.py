@@ -82,8 +82,8 @@ def aux_output(options: AttentionOptions, form: shapes.Canonical, found: AuxOutp
     def in_form(tensor: Tensor) -> Tensor:
         return tensor.squeeze(0) if form.packed else shapes.with_lead(tensor, form)
 
-    in_users_form = AuxOutput(*(None if part is None else in_form(part) for part in found))
-    return returned(options.return_aux, in_users_form, form.key.size(1))
+    chosen = returned(options.return_aux, found, form.key.size(1))
+    return type(chosen)(*(None if part is None else in_form(part) for part in chosen))
 
 
 def dropout_seed(query: Tensor) -> Tensor:

@@ -86,10 +86,11 @@ def wanted(request: Any, return_weights: bool, return_lse: bool) -> Wanted:
     return Wanted(return_weights, **flags)
 
 
-def returned(request: Any, found: AuxOutput, kv_heads: int) -> Any:
+def returned(request: Any, found: AuxOutput, kv_heads: int | None) -> Any:
     """Returns what a call gives for a request: an AuxOutput, torch's own for its request.
 
-    ``found`` has at least what the request asks for, key_weights for each query head.
+    ``found`` has at least what the request asks for, key_weights (..., H, S) for each query head or kv head.
+    kv_heads is None for what has a single head.
     """
     if not isinstance(request, AuxRequest):
         from torch.nn.attention.flex_attention import AuxOutput as TorchOutput
@@ -98,7 +99,7 @@ def returned(request: Any, found: AuxOutput, kv_heads: int) -> Any:
             found.lse if request.lse else None, found.max_scores if request.max_scores else None
         )
     chosen = {name: getattr(found, name) if getattr(request, name) else None for name in request._fields}
-    if request.key_weights == "kv_heads":
+    if request.key_weights == "kv_heads" and kv_heads is not None:
         chosen["key_weights"] = _of_kv_heads(found.key_weights, kv_heads)
     return AuxOutput(**chosen)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collecting import keep, request_for
 from ..functional import scaled_dot_product_attention
 from . import transformers_support
 from .positional_mask import LazyMask
@@ -167,6 +168,7 @@ def attention_forward(
         visible = chosen if visible is None else visible & chosen
 
     weights_wanted = bool(output_attentions) or weights_are_wanted(module)
+    request = request_for(module)
     share_of = sinks
     if s_aux is not None and weights_wanted and transformers_support.keeps_sinks_out_of_weights(module):
         share_of, s_aux = s_aux.view(-1, 1, 1), None
@@ -182,8 +184,13 @@ def attention_forward(
         sinks=s_aux,
         return_weights=weights_wanted,
         return_lse=share_of is not None,
+        return_aux=request,
         **options,
     )
+    if request is not None:
+        *results, found = results
+        keep(module, found, key.shape[1])
+        results = results if len(results) > 1 else results[0]
     out, weights = results, None
     if weights_wanted:
         out, weights = results[:2]

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from ..aux_request import returned
+from ..collecting import keep
+
 
 def check_positive(**sizes: int) -> None:
     """Raises ValueError for a size that is not a positive int."""
@@ -39,3 +42,10 @@ def step_of_trace(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Records the call as one step of the trace, as torch.fx does with torch's own layers."""
     tracer: Any = args[0].tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
+
+
+def given(layer: nn.Module, aux: list[Any], request: Any, kv_heads: int | None) -> list[Any]:
+    """Keeps a layer's statistics for blocks that collect them, and gives its caller those of its request."""
+    for found in aux:
+        keep(layer, found, kv_heads)
+    return [] if request is None else [returned(request, found, kv_heads) for found in aux]

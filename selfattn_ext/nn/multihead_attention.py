@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
 from ..arguments import checks, split_blocks
+from ..collecting import request_for
 from ..functional import scaled_dot_product_attention
-from .layer_checks import check_input, check_positive, is_traced, step_of_trace
+from .layer_checks import check_input, check_positive, given, is_traced, step_of_trace
 from .rotary import rotary_embedding
 
 
@@ -168,7 +169,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        *,
+        return_aux: Any = None,
+    ) -> Any:
         """Attends from query to key and value, as torch.nn.MultiheadAttention.forward.
 
         Args:
@@ -181,6 +184,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 float mask that requires grad gets its gradient.
             average_attn_weights: whether the weights are averaged over the heads.
             is_causal: query i sees only the keys 0..i; the class says what it means together with attn_mask.
+            return_aux: an :class:`selfattn_ext.AuxRequest`: also return the statistics that it asks for, an
+                :class:`selfattn_ext.AuxOutput` (N, num_heads, L), as the third result. key_weights has the
+                keys of add_bias_kv and add_zero_attn, too.
 
         Returns:
             The output in query's shape, and the weights (N, L, S), unbatched (L, S), with a dimension
@@ -202,8 +208,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 attn_mask,
                 average_attn_weights,
                 is_causal,
+                return_aux=return_aux,
             )
         if query is key is value and isinstance(query, Tensor) and query.is_nested:
+            if return_aux is not None:
+                raise ValueError("return_aux must be None for nested tensors")
             return self._forward_nested(
                 query, key_padding_mask, need_weights, attn_mask, average_attn_weights
             )
@@ -230,6 +239,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if mask is not None and extra:
             mask = F.pad(mask, (0, extra), value=mask.dtype == torch.bool)
 
+        request = request_for(self, return_aux)
         result = scaled_dot_product_attention(
             q,
             k,
@@ -240,15 +250,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             enable_gqa=self.num_kv_heads != self.num_heads,
             window_size=self.window_size,
             return_weights=bool(need_weights),
+            return_aux=request,
         )
-        out, weights = result if need_weights else (result, None)
+        out, *rest = result if isinstance(result, tuple) else (result,)
+        aux = given(self, [] if request is None else [rest.pop()], return_aux, self.num_kv_heads)
+        weights = rest[0] if need_weights else None
         swapped = is_batched and not self.batch_first
         out = self.out_proj((out.permute(2, 0, 1, 3) if swapped else out.transpose(1, 2)).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
-        if not is_batched:
-            return out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return out, weights
+        if is_batched:
+            return out, weights, *aux
+        aux = [type(each)(*(None if part is None else part.squeeze(0) for part in each)) for each in aux]
+        return out.squeeze(0), None if weights is None else weights.squeeze(0), *aux
 
     def _forward_nested(self, x: Tensor, key_padding_mask: Tensor | None, *options: Any) -> Any:
         if self.in_proj_weight is None or not self._qkv_same_embed_dim:

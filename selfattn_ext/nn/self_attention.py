@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ..arguments import checks
 from ..capture import is_capturing
+from ..collecting import request_for
 from ..functional import scaled_dot_product_attention
-from .layer_checks import check_input, check_positive, is_traced, step_of_trace
+from .layer_checks import check_input, check_positive, given, is_traced, step_of_trace
 
 
 class SelfAttention(nn.Module):
@@ -56,8 +57,8 @@ class SelfAttention(nn.Module):
         self.W_o = nn.Linear(self.d_v, self.d_model, **factory)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, return_aux: Any = None
+    ) -> Any:
         """Attends from every position of x to every position of x.
 
         Args:
@@ -65,26 +66,30 @@ class SelfAttention(nn.Module):
             mask: 0 and 1 or False and True, broadcastable to (..., L, L); 0 hides key j from query i. The
                 values of a float mask are checked, which on CUDA waits for the GPU; those of bool are not.
             is_causal: hides the keys after each query as well.
+            return_aux: an :class:`selfattn_ext.AuxRequest`: also return the statistics that it asks for.
 
         Returns:
-            The output (..., L, d_model) and the attention weights (..., L, L); both are differentiable.
+            The output (..., L, d_model) and the attention weights (..., L, L), and for return_aux an
+            :class:`selfattn_ext.AuxOutput` (..., L); all are differentiable.
 
         Raises:
             TypeError: x or mask is not a tensor, or has the wrong dtype.
             ValueError: x or mask has the wrong shape, or a float mask holds anything but 0 and 1.
         """
         if is_traced(self, x):
-            return step_of_trace(self, x, mask, is_causal=is_causal)
+            return step_of_trace(self, x, mask, is_causal=is_causal, return_aux=return_aux)
         check_input("x", x, self.d_model, self.W_q.weight)
-        out, weights = scaled_dot_product_attention(
+        request = request_for(self, return_aux)
+        out, weights, *aux = scaled_dot_product_attention(
             self.W_q(x),
             self.W_k(x),
             self.W_v(x),
             None if mask is None else _visible(mask, (*x.shape[:-1], x.shape[-2])),
             is_causal=is_causal,
             return_weights=True,
+            return_aux=request,
         )
-        return self.W_o(out), weights
+        return self.W_o(out), weights, *given(self, aux, return_aux, None)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_k={self.d_k}, d_v={self.d_v}"
@@ -137,8 +142,14 @@ class MultiHeadSelfAttention(nn.Module):
         self.Wo = nn.Linear(d_model, d_model, **factory)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, return_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        return_weights: bool = False,
+        return_aux: Any = None,
+    ) -> Any:
         """Attends from every position of x to every position of x, in each head.
 
         Args:
@@ -149,16 +160,19 @@ class MultiHeadSelfAttention(nn.Module):
                 of bool are not.
             is_causal: hides the keys after each query as well.
             return_weights: whether to return the weights as well, which costs the memory of (B, H, L, L).
+            return_aux: an :class:`selfattn_ext.AuxRequest`: also return the statistics that it asks for.
 
         Returns:
-            The output (B, L, d_model), or with return_weights the pair of it and the weights (B, H, L, L).
+            The output (B, L, d_model), or a tuple of it and what else was asked for: the weights
+            (B, H, L, L), and an :class:`selfattn_ext.AuxOutput` (B, H, L).
 
         Raises:
             TypeError: x or mask is not a tensor, or has the wrong dtype.
             ValueError: x or mask has the wrong shape, or a float mask holds anything but 0 and 1.
         """
         if is_traced(self, x):
-            return step_of_trace(self, x, mask, is_causal=is_causal, return_weights=return_weights)
+            options = {"return_weights": return_weights, "return_aux": return_aux}
+            return step_of_trace(self, x, mask, is_causal=is_causal, **options)
         check_input("x", x, self.d_model, self.Wq.weight)
         if mask is not None:
             # A mask per sequence, (..., L, L), holds for all heads.
@@ -166,6 +180,7 @@ class MultiHeadSelfAttention(nn.Module):
             mask = mask.unsqueeze(-3) if is_per_sequence else mask
             length = x.shape[-2]
             mask = _visible(mask, (*x.shape[:-2], self.num_heads, length, length))
+        request = request_for(self, return_aux)
         result = scaled_dot_product_attention(
             self._heads(self.Wq(x)),
             self._heads(self.Wk(x)),
@@ -173,10 +188,13 @@ class MultiHeadSelfAttention(nn.Module):
             mask,
             is_causal=is_causal,
             return_weights=return_weights,
+            return_aux=request,
         )
-        out, weights = result if return_weights else (result, None)
+        out, *rest = result if isinstance(result, tuple) else (result,)
+        aux = [] if request is None else [rest.pop()]
+        rest += given(self, aux, return_aux, self.num_heads)
         out = self.Wo(out.transpose(-3, -2).flatten(-2))
-        return out if weights is None else (out, weights)
+        return (out, *rest) if rest else out
 
     def _heads(self, projected: Tensor) -> Tensor:
         return torch.unflatten(projected, -1, (self.num_heads, self.head_dim)).transpose(-3, -2)
