@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import turns
-from cases import STATISTICS, Case, Judge, cotangents_of, gradients
+from cases import STATISTICS, Case, Judge, cotangents_of, gradients, statistics_of
 from processes import ranks
 from torch import Tensor
 from torch.distributed import init_device_mesh
@@ -96,7 +96,7 @@ def split_results(case: Case, way: dict[str, Any]) -> dict[str, Tensor]:
     )  # fmt: skip
     results = {"out": out, "lse": lse}
     for found in aux:
-        results |= {name: each for name, each in found._asdict().items() if each is not None}
+        results |= statistics_of(found)
     whole = {name: each.new_empty(shapes_of(case)[name]) for name, each in results.items()}
     cotangents = {name: part(tensor, 2) for name, tensor in cotangents_of(whole, case.seed).items()}
     found = results | gradients(results, cotangents, tensors)

@@ -175,9 +175,13 @@ def formula(
     value: Tensor,
     functions: Functions,
     visible: Tensor | None = None,
+    compute: Callable[..., Any] = reference.attention,
     **options: Any,
-) -> reference.AttentionResult:
-    """Computes attention with all scores at once; ``visible`` (B | 1, H | 1, L, S) hides further scores."""
+) -> Any:
+    """Computes attention with all scores at once; ``visible`` (B | 1, H | 1, L, S) hides further scores.
+
+    ``compute`` takes the place of the formula.
+    """
     indices = [torch.arange(size) for size in (*query.shape[:3], key.size(2))]
 
     def mapped(function: Callable[..., Any], *first: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ def formula(
         if functions.score_mod is not None:
             score_mod = functions.score_mod
             options["score_function"] = lambda scores: mapped(score_mod, scores)
-        return reference.attention(query, key, value, mask, **options)
+        return compute(query, key, value, mask, **options)
 
 
 def options_of(heads: int) -> dict[str, dict[str, Any]]:

@@ -8,13 +8,16 @@ from typing import Any
 
 import gpu
 import torch
-from cases import drawn
+from cases import STATISTICS, drawn, statistics_of
 from comparisons import exact_and_peer
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache
+from selfattn_ext import attention_with_kvcache, reference
 from selfattn_ext.formula_steps import mask_of_sequence
+
+#: Options that statistics do not depend on, or that the formula need not be told.
+_NOT_OF_STATISTICS = ("dropout_p", "dropout_seed", "enable_gqa")
 
 TENSORS = ("query", "key_cache", "value_cache", "key", "value")
 
@@ -117,10 +120,10 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
     given = step.inputs() if arguments is None else arguments
     sequences = [step.sequence(given, b) for b in range(len(step.lengths))]
     before = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
-    out, weights, lse = attention_with_kvcache(
-        **given, **options, layout=step.layout, return_weights=True, return_lse=True
+    out, weights, lse, aux = attention_with_kvcache(
+        **given, **options, layout=step.layout, return_weights=True, return_lse=True, return_aux=STATISTICS
     )
-    out = step.plain(out)
+    out, found = step.plain(out), statistics_of(aux)
     table = given.get("block_table")
     capacity = step.capacity if table is None else table.shape[1] * step.page_size
     assert weights.shape == (len(step.lengths), step.heads, step.queries, capacity)
@@ -139,10 +142,21 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
             else int(torch.as_tensor(offsets).expand(len(sequences))[b])
         )
         exact, peer = exact_and_peer([step.plain(given["query"])[b], keys, values], keywords)
+        rows = step.plain(given["query"])[b], keys
+        without = {name: value for name, value in keywords.items() if name not in _NOT_OF_STATISTICS}
+        statistics = [
+            reference.score_statistics(*(each.to(dtype) for each in rows), **without)
+            for dtype in (torch.float64, step.dtype)
+        ]
         for name, result in (("out", out), ("weights", weights[..., :count]), ("lse", lse)):
             judges = (exact[name], peer[name])
             assert_accurate(f"{name} of sequence {b}", result[b], *judges, dtype=step.dtype)
         assert not weights[b, :, :, count:].any(), b
+        assert not found["key_weights"][b, :, count:].any(), b
+        for name, result in found.items():
+            own = result[b, :, :count] if name == "key_weights" else result[b]
+            judges = (getattr(of_rows, name) for of_rows in statistics)
+            assert_accurate(f"{name} of sequence {b}", own, *judges, dtype=step.dtype)
         after = Step.sequence(_without_new(step, count), given, b)
         assert all(torch.equal(*pair) for pair in zip(after, (keys, values), strict=True)), b
     for name, tensor in before.items():

@@ -184,12 +184,15 @@ class Case:
             return_lse=self.lse,
             return_aux=STATISTICS if self.statistics else None,
         )
+        return self.named(results)
+
+    def named(self, results: Any) -> dict[str, Tensor]:
+        """Returns what a call of an attention function has returned, by its names."""
         names = ["out", *(["weights"] if self.weights else []), *(["lse"] if self.lse else [])]
         if not self.statistics:
             return dict(zip(names, results if len(names) > 1 else [results], strict=True))
         *results, aux = results
-        found = {name: getattr(aux, name) for name, asked in STATISTICS._asdict().items() if asked}
-        return dict(zip(names, results, strict=True)) | found
+        return dict(zip(names, results, strict=True)) | statistics_of(aux)
 
     def run_with_gradients(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Computes the case and, for random cotangents, the gradients of all inputs."""
@@ -224,7 +227,7 @@ class Case:
             without = {name: tensor for name, tensor in tensors.items() if name != "value"}
             of_dtype = {name: value for name, value in options.items() if name == "compute_dtype"}
             found = reference.score_statistics(**without, **numbers, **of_dtype)
-            results |= {name: getattr(found, name) for name, asked in STATISTICS._asdict().items() if asked}
+            results |= statistics_of(found)
         return results
 
     def largest_term(self, tensors: dict[str, Tensor], grad_out: Tensor) -> float:
@@ -236,6 +239,11 @@ class Case:
         terms = (grad_out.double() @ value_of_heads(tensors, self)).abs()
         kept_scale = 1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0
         return float(terms.max()) * kept_scale if terms.numel() else 0.0
+
+
+def statistics_of(found: Any) -> dict[str, Tensor]:
+    """Returns those of an AuxOutput that STATISTICS asks for."""
+    return {name: getattr(found, name) for name, asked in STATISTICS._asdict().items() if asked}
 
 
 def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:

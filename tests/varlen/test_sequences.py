@@ -43,8 +43,10 @@ def part(case: VarlenCase, b: int, name: str, tensor: Tensor) -> Tensor:
         return tensor[queries]
     if name in ("key", "value"):
         return tensor[keys]
-    if name == "lse":
+    if name in ("lse", "max_scores", "entropy", "mean_score"):
         return tensor[:, queries]
+    if name == "key_weights":
+        return tensor[:, keys]
     if name in ("alibi_slopes", "sinks"):
         return tensor[b] if tensor.dim() == 2 else tensor
     return mask_of_sequence(tensor, b, *case.sequences[b])
@@ -81,7 +83,8 @@ def everything(
 def results_of(case: VarlenCase, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Makes the packed call; returns everything, and the cotangents."""
     results = case.run(tensors)
-    cotangents = cotangents_of({name: results[name] for name in ("out", "lse")}, case.seed)
+    differentiated = {name: result for name, result in results.items() if name != "weights"}
+    cotangents = cotangents_of(differentiated, case.seed)
     return everything(results, tensors, cotangents), cotangents
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import gpu
 import torch
-from cases import DTYPES, Case, dropout_seed, laid_out
+from cases import DTYPES, STATISTICS, Case, dropout_seed, laid_out, statistics_of
 from option_pairs import covering
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,15 +97,23 @@ class VarlenCase(Case):
             enable_gqa=self.heads != self.kv_heads,
             return_weights=self.weights,
             return_lse=self.lse,
+            return_aux=STATISTICS if self.statistics else None,
         )
-        names = ["out", *(["weights"] if self.weights else []), *(["lse"] if self.lse else [])]
-        return dict(zip(names, results if len(names) > 1 else [results], strict=True))
+        return self.named(results)
 
     def formula(self, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
         if self.dropout_p:
             options["dropout_seed"] = dropout_seed(self.seed, self.device)
         result = reference.varlen_attention(**tensors, **self.lengths(), **self.numbers(), **options)
-        return {name: part for name, part in result._asdict().items() if name == "out" or getattr(self, name)}
+        results = {
+            name: part for name, part in result._asdict().items() if name == "out" or getattr(self, name)
+        }
+        if self.statistics:
+            numbers = {name: number for name, number in self.numbers().items() if name != "dropout_p"}
+            of_keys = {name: tensor for name, tensor in tensors.items() if name != "value"}
+            starts_of = {name: it for name, it in self.lengths().items() if name.startswith("cu")}
+            results |= statistics_of(reference.varlen_score_statistics(**of_keys, **starts_of, **numbers))
+        return results
 
     def largest_term(self, tensors: dict[str, Tensor], grad_out: Tensor) -> float:
         of_queries = grad_out.split([*self.query_lengths, self.more])
@@ -163,6 +171,7 @@ OPTIONS = {
     "dropout_p": [0.0, 0.3],
     "weights": [False, True],
     "lse": [False, True],
+    "statistics": [False, True],
     "index_dtype": [torch.int32, torch.int64],
     "more": [0, 2],
 }
