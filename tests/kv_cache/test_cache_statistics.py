@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import STATISTICS, statistics_of
+from functions import without_compiler
 
 from selfattn_ext import AuxRequest, KVCache, reference, varlen_attention
 
@@ -36,8 +37,9 @@ def test_steps_of_a_cache(page_size: int | None, layout: str) -> None:
             torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["slots", "pages", "functions", "python functions"])
-def test_packed_queries_on_a_cache(form: str) -> None:
+@pytest.mark.filterwarnings("ignore:selfattn_ext does not compile")
+@pytest.mark.parametrize("form", ["slots", "pages", "functions", "uncompiled functions"])
+def test_packed_queries_on_a_cache(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of different lengths, in slots with rows to spare or in pages."""
     queries, keys, page = (3, 0, 7), (9, 4, 16), 4
     starts = torch.tensor([0, 3, 3, 10])
@@ -55,11 +57,10 @@ def test_packed_queries_on_a_cache(form: str) -> None:
                 part = rows[at * page : (at + 1) * page]
                 given[place, : len(part)] = part
         options |= {"cu_seqlens_k": None, "block_table": table}
-    if form == "functions":
+    if "functions" in form:
         options["score_mod"] = lambda score, b, h, q, kv: score * 0.5
-    if form == "python functions":
-        random = torch.rand  # what it draws cannot be compiled
-        options["score_mod"] = lambda score, b, h, q, kv: score * 0.5 + 0 * random(())
+    if form == "uncompiled functions":
+        without_compiler(monkeypatch)
     factor = 0.5 if "functions" in form else 1.0
     _, aux = varlen_attention(
         query, given, given, starts, max_seqlen_q=7, max_seqlen_k=20, enable_gqa=True, return_aux=STATISTICS,
