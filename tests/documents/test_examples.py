@@ -201,3 +201,35 @@ def test_mean_flow(capsys: pytest.CaptureFixture[str], one_thread: None) -> None
     assert ours == pytest.approx(formula, rel=1e-8)
     assert sum(ours[-10:]) < 0.9 * sum(ours[:10])
     assert_printed(capsys, "step   30", "ms for a step", "one step from noise")
+
+
+def test_train_qk_clip(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """The largest score of every head stays under the bound, beyond which it goes otherwise, and the reward
+    keeps the weights spread.
+    """
+    book = tmp_path / "book.txt"
+    book.write_text(SENTENCES, encoding="utf-8")
+    small = ["--layers", "2", "--heads", "2", "--width", "16", "--context", "24", "--steps", "80"]
+    given = ["--text", str(book), "--device", gpu.DEVICE, *small]
+    train = runpy.run_path(str(EXAMPLES / "train_qk_clip.py"))["main"]
+    free = train([*given, "--bound", "inf"])
+    bound = 0.7 * max(free.largest)
+    clipped = train([*given, "--bound", str(bound)])
+    assert max(clipped.largest) < bound < max(free.largest)
+    assert clipped.loss[-1] < 1.5
+    rewarded = train([*given, "--bound", "inf", "--entropy", "0.3"])
+    assert rewarded.entropy[-1] > free.entropy[-1] + 0.1
+    assert_printed(capsys, "step    80", "largest score", "entropy")
+
+
+@pytest.mark.cpu_only("its cache is on the CPU")
+def test_evict_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """The perplexity with half of the cache is within two hundredths of that with all of it."""
+    book = tmp_path / "book.txt"
+    book.write_text(SENTENCES, encoding="utf-8")
+    small = ["--layers", "2", "--heads", "2", "--width", "32", "--context", "48", "--steps", "120"]
+    given = ["--text", str(book), *small, "--sequences", "8", "--rate", "1e-2"]
+    found = runpy.run_path(str(EXAMPLES / "evict_cache.py"))["main"](given)
+    assert found["all keys"] < 2.0
+    assert found["least weight"] < 1.02 * found["all keys"]
+    assert_printed(capsys, "given up", "least weight     24", "oldest           24", "by chance        24")
