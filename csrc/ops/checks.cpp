@@ -113,11 +113,9 @@ Input inspect(const char* name, const TensorHandle& handle, const Input& first) 
 }
 
 std::string shape_text(const int64_t* size, int64_t rank) {
-  std::ostringstream text;
-  text << "(";
-  for (int64_t d = 0; d < rank; ++d) text << (d > 0 ? ", " : "") << size[d];
-  text << (rank == 1 ? ",)" : ")");
-  return text.str();
+  std::string text = "(";
+  for (int64_t d = 0; d < rank; ++d) text += (d > 0 ? ", " : "") + std::to_string(size[d]);
+  return text + (rank == 1 ? ",)" : ")");
 }
 
 const char* dtype_text(int32_t code) {

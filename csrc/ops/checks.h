@@ -8,20 +8,30 @@
 #include <cstdint>
 #include <initializer_list>
 #include <new>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "../core/attention_params.h"
 #include "boxing.h"
 
 namespace selfattn::ops {
 
+// Appends what a refusal says. It takes no stream: where a compiler links its own copy of the C++ library
+// into this one, as on systems that have no other, streams of two copies share the numbers by which they find
+// how to print integers, and crash.
+inline void append(std::string& text, const char* part) { text += part; }
+inline void append(std::string& text, const std::string& part) { text += part; }
+template <class Integer, class = std::enable_if_t<std::is_integral_v<Integer>>>
+void append(std::string& text, Integer part) {
+  text += std::to_string(part);
+}
+
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
+  std::string text;
+  (append(text, parts), ...);
+  throw std::invalid_argument(text);
 }
 
 // Python sees it as MemoryError.

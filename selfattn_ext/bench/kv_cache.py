@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -194,6 +195,8 @@ def _prepare_torch_varlen(case: Case, tensors: Inputs) -> Call:
     if not case.page_size:
         raise NotImplementedError("torch.nn.attention.varlen takes pages, or keys without room between them")
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    if "seqused_k" not in inspect.signature(attend).parameters:
+        raise NotImplementedError(f"torch.nn.attention.varlen of torch {torch.__version__} takes no caches")
     table = block_table(case)
     pages = [
         pages_of(case, cache, table).transpose(1, 2).contiguous() for cache in (tensors.key, tensors.value)

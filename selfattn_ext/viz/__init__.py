@@ -1,4 +1,4 @@
-"""Pictures: heatmaps of attention weights, and masks as grids of visible and hidden pairs.
+"""Pictures: heatmaps of attention weights and of their entropy, and grids of the pairs that masks hide.
 
 Drawing needs matplotlib and seaborn, the optional extra ``viz`` (``pip install 'selfattn_ext[viz]'``).
 Importing this module imports neither of them, so that a program can offer pictures without depending on them.
@@ -7,7 +7,8 @@ draws.
 """
 
 from .drawing import require, save
+from .entropy_picture import plot_entropy
 from .heatmaps import plot_attention, plot_heads, plot_layers
 from .mask_picture import plot_mask
 
-__all__ = ["plot_attention", "plot_heads", "plot_layers", "plot_mask", "require", "save"]
+__all__ = ["plot_attention", "plot_entropy", "plot_heads", "plot_layers", "plot_mask", "require", "save"]

@@ -38,6 +38,7 @@ def label_axes(
     labels: tuple[list[str] | None, list[str] | None],
     shape: tuple[int, int],
     *,
+    names: tuple[str, str] = ("query", "key"),
     steps: tuple[int, int] = (1, 1),
     fontsize: str = "small",
     outer: tuple[bool, bool] = (True, True),
@@ -51,6 +52,7 @@ def label_axes(
         ax: axes that have their final size.
         labels: of the L queries and of the S keys, or None.
         shape: (L, S).
+        names: of the axes, where rows are no queries and columns no keys.
         steps: the smallest number of cells between two numbers, for queries and for keys.
         fontsize: of the labels.
         outer: whether to label the queries and the keys at all; neighbours in a grid share theirs.
@@ -64,8 +66,8 @@ def label_axes(
     if ax.get_aspect() != "auto":
         row_cell = column_cell = min(row_cell, column_cell)
     for axis, name, cell, texts, count, step, is_outer in (
-        (ax.yaxis, "query", row_cell, labels[0], shape[0], steps[0], outer[0]),
-        (ax.xaxis, "key", column_cell, labels[1], shape[1], steps[1], outer[1]),
+        (ax.yaxis, names[0], row_cell, labels[0], shape[0], steps[0], outer[0]),
+        (ax.xaxis, names[1], column_cell, labels[1], shape[1], steps[1], outer[1]),
     ):
         if not is_outer:
             axis.set_ticks([])

@@ -98,7 +98,7 @@ def operators(
     options: dict[str, Any] = {**numbers, "window_left": window[0], "window_right": window[1]}
     options |= {"scale": default_scale(case.head_dim), "kernel_name": kernel}
     if case.dropout_p:
-        options["dropout_seed"] = dropout_seed(case.seed, given["query"].device.type)
+        options["dropout_seed"] = dropout_seed(case.seed, case.device).to(given["query"].device)
     options |= {TANGENTS[name]: tangent for name, tangent in tangents.items()} | given
     rounds = case.dtype in ops.SIXTEEN_BITS
     out, row_max, row_sum, residual, *of_results = ops.attention_jvp(**options, need_residual=rounds)

@@ -24,6 +24,13 @@ struct HalfElement {
   static __device__ __forceinline__ uint16_t narrow(float x) { return kNarrow(x); }
 };
 
+// What float_from_float16() computes, by one instruction instead of a dozen.
+__device__ __forceinline__ float widened_float16(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
 template <DType kDType>
 struct Element;
 template <>
@@ -33,7 +40,7 @@ struct Element<DType::kFloat32> : WideElement<float> {};
 template <>
 struct Element<DType::kBFloat16> : HalfElement<&float_from_bfloat16, &bfloat16_from_float> {};
 template <>
-struct Element<DType::kFloat16> : HalfElement<&float_from_float16, &float16_from_float> {};
+struct Element<DType::kFloat16> : HalfElement<&widened_float16, &float16_from_float> {};
 
 // One number per head, such as a slope or a sink.
 template <class T>

@@ -37,6 +37,11 @@ bool readable_by_pairs(const View& mask, int64_t columns) {
          rows_start_at_multiples(mask, 2 * size_of(mask.dtype));
 }
 
+bool readable_by_chunks(const View& mask) {
+  return mask.data != nullptr && mask.dtype != DType::kFloat64 && mask.stride[3] == 1 &&
+         rows_start_at_multiples(mask, kAlignment);
+}
+
 int pieces_of(const AttentionParams& p) {
   if (p.dtype != DType::kFloat32) return 1;
   switch (p.float32_precision) {

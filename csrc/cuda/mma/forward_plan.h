@@ -42,6 +42,7 @@ struct Plan {
   bool out_vectors = false;
   bool out_pairs = false;
   bool mask_pairs = false;
+  bool mask_chunks = false;
 
   bool folds = false;  // read only by kernels that leave the choice to the plan: see Fold in work.cuh
 
@@ -76,6 +77,8 @@ size_t forward_workspace(const AttentionParams& params);
 // the elements of a mask two at a time.
 bool readable_by_vectors(const View& view, int64_t columns);
 bool readable_by_pairs(const View& mask, int64_t columns);
+// Whether 16 neighbouring elements of a mask, from a multiple of 16 on, can be read 16 bytes at a time.
+bool readable_by_chunks(const View& mask);
 
 // How many pieces a number of the call's dtype has at its precision, see pieces.cuh.
 int pieces_of(const AttentionParams& params);
@@ -92,6 +95,7 @@ void plan_call(const AttentionParams& p, AnyPlan& plan) {
   plan.key_vectors = readable_by_vectors(p.key, p.head_dim);
   plan.value_vectors = readable_by_vectors(p.value, p.value_dim);
   plan.mask_pairs = readable_by_pairs(p.mask, p.keys);
+  plan.mask_chunks = readable_by_chunks(p.mask);
 }
 
 }  // namespace selfattn::cuda::mma

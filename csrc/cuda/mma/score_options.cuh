@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_pair(const T* at, int64_t stride, bool vect
 __device__ __forceinline__ float widened(float x, DType) { return x; }
 __device__ __forceinline__ float widened(double x, DType) { return from_double<float>(x); }
 __device__ __forceinline__ float widened(uint16_t x, DType dtype) {
-  return dtype == DType::kBFloat16 ? float_from_bfloat16(x) : float_from_float16(x);
+  return dtype == DType::kBFloat16 ? float_from_bfloat16(x) : widened_float16(x);
 }
 
 // Adds a float tensor of shape (batch, heads, queries, keys) whose elements are stored as T.

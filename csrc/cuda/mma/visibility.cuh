@@ -43,6 +43,52 @@ __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
   return false;
 }
 
+// The mask's elements as bits of unsigned numbers, and the one that hides.
+template <class T>
+struct MaskWord {
+  T hidden;
+
+  // Which of the elements in four bytes show: a bit for each.
+  __device__ __forceinline__ uint32_t shown(uint32_t word) const {
+    if constexpr (sizeof(T) == 1) {
+      word |= word >> 4;
+      word |= word >> 2;
+      word |= word >> 1;
+      return (word & 0x01010101u) * 0x01020408u >> 24 & 15u;  // the product gathers the lowest bits of bytes
+    } else if constexpr (sizeof(T) == 2) {
+      return ((word & 0xffffu) != hidden ? 1u : 0u) | (word >> 16 != hidden ? 2u : 0u);
+    } else {
+      return word != hidden ? 1u : 0u;
+    }
+  }
+
+  // Which of 16 neighbouring elements show. Their address is a multiple of 16.
+  __device__ __forceinline__ uint32_t shown_of_16(const T* elements) const {
+    constexpr int kBits = 4 / sizeof(T);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int n = 0; n < 4 / kBits; ++n) {
+      const uint4 chunk = reinterpret_cast<const uint4*>(elements)[n];
+      bits |= (shown(chunk.x) | shown(chunk.y) << kBits | shown(chunk.z) << 2 * kBits |
+               shown(chunk.w) << 3 * kBits)
+              << 4 * kBits * n;
+    }
+    return bits;
+  }
+};
+
+// Calls body with the MaskWord of a mask whose elements are read in chunks.
+template <class Body>
+__device__ __forceinline__ void with_mask_word(DType dtype, const Body& body) {
+  if (dtype == DType::kBool) {
+    body(MaskWord<uint8_t>{0});
+  } else if (dtype == DType::kFloat32) {
+    body(MaskWord<uint32_t>{0xff800000u});
+  } else {
+    body(MaskWord<uint16_t>{static_cast<uint16_t>(dtype == DType::kBFloat16 ? 0xff80u : 0xfc00u)});
+  }
+}
+
 // Whether the call's function hides a key from a query.
 __device__ __forceinline__ bool function_hides(const ScoreFunction& function, int batch, RowOf row, int key) {
   FunctionTile<float> tile(function, batch, row.head, row.query);
@@ -84,10 +130,58 @@ struct MaskBits {
   static constexpr int kWords = (kColumns + 31) / 32;
   uint32_t of[kStrips][2][kWords];
 
-  // Reads the mask of a tile row by row, with the keys across the lanes, as they lie in memory. Returns
-  // whether the mask shows anything to the rows of the warp.
+  // Reads the mask of a tile. Returns whether it shows anything to the rows of the warp.
   template <class Place>
   __device__ __forceinline__ bool load(const Place& at) {
+    if (!at.plan.mask_chunks || at.first_key_of_warp() + kColumns > at.keys()) return load_elements(at);
+    uint32_t any = 0;
+    with_mask_word(at.params().mask.dtype, [&](const auto& word) { any = load_chunks(at, word); });
+    return __any_sync(kWholeWarp, any != 0);
+  }
+
+  // Words are chosen by compile-time numbers, since they are registers.
+  __device__ __forceinline__ bool shows(int quad, int strip, int half, int tile, int i) const {
+    return of[strip][half][tile / 4] >> (tile % 4 * 8 + quad * 2 + i) & 1u;
+  }
+
+ private:
+  // Reads 16 keys at a time: the four lanes that share a row share its chunks, too, and exchange their bits.
+  template <class Place, class T>
+  __device__ __forceinline__ uint32_t load_chunks(const Place& at, const MaskWord<T>& word_of) {
+    constexpr int kChunks = kColumns / 16, kOwnChunks = (kChunks + 3) / 4;
+    const View& mask = at.params().mask;
+    uint32_t any = 0;
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row_of_tile = at.lane.row(strip, half);
+        const RowOf row = at.row(row_of_tile);
+        const T* const of_row = static_cast<const T*>(mask.data) +
+                                mask.offset(at.batch(), row.head, row.query) + at.first_key_of_warp();
+        uint32_t own[kOwnChunks];
+#pragma unroll
+        for (int n = 0; n < kOwnChunks; ++n) {
+          const int chunk = n * 4 + at.lane.quad;
+          const bool exists = row_of_tile < at.work.rows && chunk < kChunks;
+          own[n] = exists ? word_of.shown_of_16(of_row + chunk * 16) : 0u;
+        }
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+          const int lane = word % 2 * 2;
+          const uint32_t low = __shfl_sync(kWholeWarp, own[word / 2], lane, 4);
+          const uint32_t high = __shfl_sync(kWholeWarp, own[word / 2], lane + 1, 4);
+          of[strip][half][word] = low | high << 16;
+          any |= of[strip][half][word];
+        }
+      }
+    }
+    return any;
+  }
+
+  // Reads row by row, with the keys across the lanes, as they lie in memory.
+  template <class Place>
+  __device__ __forceinline__ bool load_elements(const Place& at) {
     const View& mask = at.params().mask;
     const int lane = at.lane.lane, group = at.lane.group;
     const int key = at.first_key_of_warp() + lane;
@@ -112,11 +206,6 @@ struct MaskBits {
       }
     }
     return any != 0;
-  }
-
-  // Words are chosen by compile-time numbers, since they are registers.
-  __device__ __forceinline__ bool shows(int quad, int strip, int half, int tile, int i) const {
-    return of[strip][half][tile / 4] >> (tile % 4 * 8 + quad * 2 + i) & 1u;
   }
 };
 

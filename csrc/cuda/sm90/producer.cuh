@@ -128,7 +128,7 @@ class Producer {
       const int rows = p_.mask.stride[1] == 0 ? min(work.rows, work.queries) : work.rows;
       while (tile >= work.first_tile) {
         const int first_key = tile * C::kKeys, keys = min(work.keys - first_key, C::kKeys);
-        if (mask_shows_any(p_.mask, work.batch, rows, first_key, keys, row_at)) break;
+        if (mask_shows_any(p_.mask, plan_.mask_chunks, work.batch, rows, first_key, keys, row_at)) break;
         --tile;
       }
     }

@@ -95,9 +95,55 @@ struct TurnedMaskBits {
   static constexpr int kWords = (C::kColumnTiles + 7) / 8;
   uint32_t of[C::kStrips][kWords];
 
-  // Reads two queries at a time, with the keys of a strip across the lanes. Returns whether the mask shows
-  // any of the warp's keys to any query.
+  // Reads the mask of a tile. Returns whether it shows any of the warp's keys to any query.
   __device__ __forceinline__ bool load(const Place<C>& at) {
+    if (!at.plan.mask_chunks || at.lane.first_row + C::kWarpRows > at.work.rows) return load_elements(at);
+    uint32_t any = 0;
+    with_mask_word(at.params().mask.dtype, [&](const auto& word) { any = load_chunks(at, word); });
+    return __any_sync(kWholeWarp, any != 0);
+  }
+
+  __device__ __forceinline__ bool shows(int /*quad*/, int strip, int half, int tile, int i) const {
+    return of[strip][tile / 8] >> (tile % 8 * 4 + half * 2 + i) & 1u;
+  }
+
+ private:
+  // Each lane reads the 16 keys of a strip for a query of its own, and the lanes exchange their bits.
+  template <class T>
+  __device__ __forceinline__ uint32_t load_chunks(const Place<C>& at, const MaskWord<T>& word_of) {
+    constexpr int kColumns = C::kColumnTiles * 8;
+    const View& mask = at.params().mask;
+    const int first_query = at.passing.first + at.lane.first_column;
+    uint32_t any = 0;
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) of[strip][word] = 0;
+      const int key = at.work.first_row + at.lane.first_row + strip * 16;
+      const T* const of_keys =
+          static_cast<const T*>(mask.data) + mask.offset(at.batch(), at.passing.head, 0) + key;
+#pragma unroll
+      for (int first = 0; first < kColumns; first += kWarp) {
+        const int column = first + at.lane.lane, query = first_query + column;
+        const bool exists = column < kColumns && query < at.queries();
+        const uint32_t own = exists ? word_of.shown_of_16(of_keys + query * mask.stride[2]) : 0u;
+        any |= own;
+#pragma unroll
+        for (int tile = first / 8; tile < min(first / 8 + 4, C::kColumnTiles); ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint32_t of_query =
+                __shfl_sync(kWholeWarp, own, (tile * 8 + at.lane.quad * 2 + i) % kWarp) >> at.lane.group;
+            of[strip][tile / 8] |= ((of_query & 1u) | (of_query >> 6 & 4u)) << (tile % 8 * 4 + i);
+          }
+        }
+      }
+    }
+    return any;
+  }
+
+  // Reads two queries at a time, with the keys of a strip across the lanes.
+  __device__ __forceinline__ bool load_elements(const Place<C>& at) {
     const View& mask = at.params().mask;
     const int lane = at.lane.lane;
     uint32_t any = 0;
@@ -128,10 +174,6 @@ struct TurnedMaskBits {
       }
     }
     return any != 0;
-  }
-
-  __device__ __forceinline__ bool shows(int /*quad*/, int strip, int half, int tile, int i) const {
-    return of[strip][tile / 8] >> (tile % 8 * 4 + half * 2 + i) & 1u;
   }
 };
 

@@ -63,6 +63,7 @@ struct Plan {
   bool grad_key_pairs = false;
   bool grad_value_pairs = false;
   bool mask_pairs = false;
+  bool mask_chunks = false;
 
   AttentionParams params;  // last: see FunctionArguments in core/score_function.h
 };

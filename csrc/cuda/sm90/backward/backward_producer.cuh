@@ -114,7 +114,7 @@ class Producer {
         const auto row_at = [&](int n) {
           return mma::RowOf{passing.head, first_query + min(n, queries - 1)};
         };
-        if (mask_shows_any(p_.mask, work_.batch, queries, first_key, keys, row_at)) break;
+        if (mask_shows_any(p_.mask, plan_.mask_chunks, work_.batch, queries, first_key, keys, row_at)) break;
         passing = work_.next(passing);
       }
     }
