@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
 #include <new>
 #include <stdexcept>
@@ -22,6 +23,11 @@ namespace selfattn::ops {
 // how to print integers, and crash.
 inline void append(std::string& text, const char* part) { text += part; }
 inline void append(std::string& text, const std::string& part) { text += part; }
+inline void append(std::string& text, double part) {
+  char digits[32];
+  std::snprintf(digits, sizeof digits, "%g", part);
+  text += digits;
+}
 template <class Integer, class = std::enable_if_t<std::is_integral_v<Integer>>>
 void append(std::string& text, Integer part) {
   text += std::to_string(part);
