@@ -132,6 +132,17 @@ class TestSupportedTorch:
         assert not sources.supports(version)
 
 
+def test_the_library_uses_no_streams():
+    """Some compilers link a C++ library of their own into this one. Beside torch's, its streams write numbers
+    wrongly or crash, so that a refusal would end the process (seen on a machine with a GPU).
+    """
+    csrc = Path(__file__).resolve().parents[2] / "csrc"
+    files = [path for path in csrc.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    streams = re.compile(r"#include <(\w*stream|iomanip|locale)>")
+    assert len(files) > 100
+    assert [path.name for path in files if streams.search(path.read_text(encoding="utf-8"))] == []
+
+
 class TestCheckoutWithoutLibrary:
     @pytest.mark.another_build
     def test_compiles_and_says_so(self, small_checkout):
