@@ -44,6 +44,13 @@ def step_of_trace(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
 
 
+def own_request(return_aux: Any) -> Any:
+    """Returns the request of a layer's caller. Where torch.fx traces the layer itself, the argument is a
+    stand-in, and the trace is that of a call without it.
+    """
+    return None if isinstance(return_aux, Proxy) else return_aux
+
+
 def given(layer: nn.Module, aux: list[Any], request: Any, kv_heads: int | None) -> list[Any]:
     """Keeps a layer's statistics for blocks that collect them, and gives its caller those of its request."""
     for found in aux:

@@ -11,7 +11,7 @@ from ..arguments import checks
 from ..capture import is_capturing
 from ..collecting import request_for
 from ..functional import scaled_dot_product_attention
-from .layer_checks import check_input, check_positive, given, is_traced, step_of_trace
+from .layer_checks import check_input, check_positive, given, is_traced, own_request, step_of_trace
 
 
 class SelfAttention(nn.Module):
@@ -79,8 +79,9 @@ class SelfAttention(nn.Module):
         if is_traced(self, x):
             return step_of_trace(self, x, mask, is_causal=is_causal, return_aux=return_aux)
         check_input("x", x, self.d_model, self.W_q.weight)
+        return_aux = own_request(return_aux)
         request = request_for(self, return_aux)
-        out, weights, *aux = scaled_dot_product_attention(
+        result = scaled_dot_product_attention(
             self.W_q(x),
             self.W_k(x),
             self.W_v(x),
@@ -89,7 +90,8 @@ class SelfAttention(nn.Module):
             return_weights=True,
             return_aux=request,
         )
-        return self.W_o(out), weights, *given(self, aux, return_aux, None)
+        aux = [] if request is None else [result[2]]
+        return self.W_o(result[0]), result[1], *given(self, aux, return_aux, None)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_k={self.d_k}, d_v={self.d_v}"
@@ -180,6 +182,7 @@ class MultiHeadSelfAttention(nn.Module):
             mask = mask.unsqueeze(-3) if is_per_sequence else mask
             length = x.shape[-2]
             mask = _visible(mask, (*x.shape[:-2], self.num_heads, length, length))
+        return_aux = own_request(return_aux)
         request = request_for(self, return_aux)
         result = scaled_dot_product_attention(
             self._heads(self.Wq(x)),

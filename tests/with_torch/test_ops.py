@@ -222,6 +222,11 @@ def composed_calls() -> Calls:
         (library.attention_with_cache_without_gradient.default, on_cache[ops.attention_with_cache][0], step),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {}),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {**given, **wanted}),
+        (
+            library.attention_and_statistics_with_gradient.default,
+            (query, key, value, 0.3),
+            {**given, "results": ["lse", "entropy", "key_weights"]},
+        ),
         (library.capped_attention.default, (query, key, value, mask, 0.3, True, 2.0), {}),
         (library.attention_scores_with_gradient.default, (query, key, 0.3), {}),
         (library.masked_softmax_with_gradient.default, (scores, 0.3), {"mask": mask, "is_causal": True}),

@@ -282,7 +282,7 @@ def judge_own_masks(dtype: torch.dtype, mask_dtype: torch.dtype | None, devices:
 
     def formula(**tensors: Tensor) -> Named:
         query, key, value, mask, slopes, sinks = tensors.values()
-        call = (query, key, value, mask, slopes, sinks, seed)
+        call = arguments.Tensors(query, key, value, mask, slopes, sinks, seed)
         result = arguments.formula(call, SCALE, options)
         results = {"out": result.out, "weights": result.weights, "lse": result.lse}
         return results | gradients({"out": result.out}, {"out": grad}, tensors)
