@@ -32,7 +32,8 @@ from selfattn_ext.arguments import Tensors
 from selfattn_ext.autograd import onnx_graphs
 from selfattn_ext.integrations.onnx import translations
 
-#: Every pair of options, without memory layouts and long sequences, which only kernels tell apart.
+#: Every pair of options, without memory layouts and long sequences, which only kernels tell apart, and without
+#: statistics, which are refused.
 CASES = [
     as_case(index, row)
     for index, row in enumerate(
@@ -45,6 +46,7 @@ CASES = [
                 "mask": [None, "bool", "bool keys", "float", "float square", "float rows", "float32"],
                 "window": [(-1, -1), (4, -1), (9, 2)],
                 "dropout_p": [0.0],
+                "statistics": [False],
             }
         )
     )
