@@ -32,8 +32,8 @@ from selfattn_ext.arguments import Tensors
 from selfattn_ext.autograd import onnx_graphs
 from selfattn_ext.integrations.onnx import translations
 
-#: Every pair of options, without memory layouts and long sequences, which only kernels tell apart, and without
-#: statistics, which are refused.
+#: Every pair of options. Memory layouts and long sequences are left out, as only kernels tell them apart, and
+#: so are statistics, which are refused.
 CASES = [
     as_case(index, row)
     for index, row in enumerate(
