@@ -120,7 +120,7 @@ struct LaneSums {
   typename Simd<Scalar<P>>::Vec all, used, mean;
 };
 
-// What a softmax gives beside weights: nothing, or row_top and row_mean.
+// A softmax gives one of these beside weights: nothing, or row_top and row_mean.
 enum class Statistics { kNone, kAll };
 
 // Returns the difference of a score and its row's maximum, limited so that its product with a weight of 0 is

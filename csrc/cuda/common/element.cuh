@@ -24,7 +24,7 @@ struct HalfElement {
   static __device__ __forceinline__ uint16_t narrow(float x) { return kNarrow(x); }
 };
 
-// What float_from_float16() computes, by one instruction instead of a dozen.
+// Computes what float_from_float16() does, by one instruction instead of a dozen.
 __device__ __forceinline__ float widened_float16(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

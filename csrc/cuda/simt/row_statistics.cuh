@@ -13,7 +13,7 @@
 
 namespace selfattn::cuda::simt {
 
-// What a pass by rows writes; pointers of results that are not wanted are null.
+// A pass by rows writes these. Pointers of results that are not wanted are null.
 template <class T>
 struct RowPass {
   const T *row_max, *row_sum;
