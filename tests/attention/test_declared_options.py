@@ -256,7 +256,9 @@ def test_statistics_apply_every_option(kernel: str, dtype: torch.dtype, queries:
             call("attention_statistics", *tensors, SCALE, **options)[4:] for options in (before, after)
         )
         if name in ("dropout_p", "dropout_seed"):
-            assert not any(differ(*pair) for pair in zip(first, second, strict=True)), name
+            # A forward without options may be another kernel, which rounds row_sum in its own way.
+            assert not differ(first[0], second[0]), name
+            torch.testing.assert_close(first[1], second[1], rtol=1e-6, atol=1e-6)
             continue
         assert differ(first[1], second[1]), f"attention_statistics ignores {name}"
         assert differ(first[0], second[0]) or name in ("sinks", *RULES), f"row_top ignores {name}"
