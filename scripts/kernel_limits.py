@@ -46,6 +46,8 @@ LIMITS = {
     "simt/*/mask_gradient*": Limit(registers=168),  # three blocks
     "simt/*/*gradient*": Limit(registers=240),  # two
     "simt/*/tangent*": Limit(registers=240),  # two
+    "simt/*/row_statistics*": Limit(registers=240),  # two
+    "simt/*/key_sums*": Limit(registers=168),  # three
     "simt/*/*": Limit(registers=128),
     "mask/*/*": Limit(registers=96),
     "backward/sm80_mask*": Limit(registers=248, tensor_cores=True),  # two blocks of 128 threads

@@ -51,7 +51,7 @@ __device__ __forceinline__ void score_tile(const AttentionParams& p, const Seque
 }
 
 template <DType kDType>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     row_statistics_kernel(const AttentionParams p, const RowPass<typename Element<kDType>::Accumulation> pass,
                           const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
