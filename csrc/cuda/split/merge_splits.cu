@@ -19,7 +19,7 @@ int64_t column_parts(const AttentionParams& p) {
 }
 
 template <DType kDType, class T>
-__global__ void __launch_bounds__(kMergeThreads, 1)
+__global__ void __launch_bounds__(kMergeThreads, 3)
     merge_kernel(const __grid_constant__ MergePlan<T> plan, const int64_t parts, const int64_t warps) {
   const AttentionParams& p = plan.params;
   const SplitLaunch<T>& split_launch = plan.split_launch;
