@@ -28,6 +28,7 @@ from .integrations import torch_sdpa as _torch_sdpa
 from .integrations.flex_mode import as_flex
 from .integrations.sdpa_mode import as_sdpa
 from .kv_cache import KVCache, attention_with_kvcache
+from .merging import merge_attention
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention, apply_rotary, rotary_factors
 from .reference_statistics import AuxOutput
 from .scores_and_softmax import attention_scores, masked_softmax
@@ -58,6 +59,7 @@ __all__ = [
     "jit",
     "masked_softmax",
     "masks",
+    "merge_attention",
     "nn",
     "reference",
     "rotary_factors",

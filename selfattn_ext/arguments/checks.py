@@ -236,8 +236,8 @@ def float_dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
-def floats(tensors: dict[str, Any]) -> None:
-    """Checks that all are dense floating tensors of one dtype, on one device that has kernels."""
+def alike(tensors: dict[str, Any]) -> None:
+    """Checks that all are dense floating tensors of one dtype, on one device."""
     for name, tensor in tensors.items():
         float_dtype(name, dense_tensor(name, tensor).dtype)
     first, reference = next(iter(tensors.items()))
@@ -247,6 +247,12 @@ def floats(tensors: dict[str, Any]) -> None:
             raise TypeError(
                 f"{name} is {tensor.dtype} and {first} {reference.dtype}: they must have the same dtype"
             )
+
+
+def floats(tensors: dict[str, Any]) -> None:
+    """Checks that all are dense floating tensors of one dtype, on one device that has kernels."""
+    alike(tensors)
+    first, reference = next(iter(tensors.items()))
     _has_kernels(first, reference.device)
 
 

@@ -233,3 +233,19 @@ def test_evict_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thr
     assert found["all keys"] < 2.0
     assert found["least weight"] < 1.02 * found["all keys"]
     assert_printed(capsys, "given up", "least weight     24", "oldest           24", "by chance        24")
+
+
+@pytest.mark.cpu_only("its model and caches are on the CPU")
+def test_generate_with_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """The text is that of one token at a time, and of one pass over it; more guesses need fewer steps."""
+    book = tmp_path / "book.txt"
+    book.write_text(SENTENCES, encoding="utf-8")
+    small = ["--layers", "2", "--heads", "2", "--width", "32", "--context", "48", "--steps", "120"]
+    given = ["--text", str(book), *small, "--prompt", "12", "--rate", "1e-2", "--sequences", "3"]
+    main = runpy.run_path(str(EXAMPLES / "generate_with_trees.py"))["main"]
+    single, narrow, wide = (main([*given, "--branches", *branches]) for branches in ((), "11", "32"))
+    assert single.steps == 35 > narrow.steps > wide.steps
+    assert narrow.tokens == wide.tokens == [tokens[:34] for tokens in single.tokens]
+    printed = capsys.readouterr().out
+    assert printed.count("one pass over the texts chooses the same tokens") == 3
+    assert f"34 tokens for each in {wide.steps} steps, with trees of 10 tokens" in printed

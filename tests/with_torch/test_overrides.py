@@ -10,7 +10,13 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
-from selfattn_ext import attention_scores, attention_weights, masked_softmax, scaled_dot_product_attention
+from selfattn_ext import (
+    attention_scores,
+    attention_weights,
+    masked_softmax,
+    merge_attention,
+    scaled_dot_product_attention,
+)
 
 CALLS: list[tuple[Callable[..., Any], int, dict[str, Any]]] = [
     (scaled_dot_product_attention, 3, {}),
@@ -50,6 +56,20 @@ def test_subclasses_see_one_call_and_keep_their_type(
         assert type(result) is cls
         assert result.requires_grad == requires_grad
         assert torch.equal(result.as_subclass(torch.Tensor), expected)
+
+
+def test_parts_that_are_merged_see_one_call() -> None:
+    """Stacked and in a list, if one of them has another type."""
+    outs, lses = torch.randn(2, 5, 8), torch.randn(2, 5)
+    expected = merge_attention(outs, lses)
+    seen = lses.as_subclass(Seen)
+    for given in ((outs, seen), (outs, [lses[0], lses[1].as_subclass(Seen)])):
+        Seen.functions.clear()
+        results = merge_attention(*given)
+        assert Seen.functions == ["merge_attention"]
+        for result, plain in zip(results, expected, strict=True):
+            assert type(result) is Seen
+            assert torch.equal(result.as_subclass(torch.Tensor), plain)
 
 
 def test_one_subclass_among_the_arguments_is_enough() -> None:
