@@ -8,6 +8,7 @@ here: it says why.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -83,12 +84,12 @@ def merge_attention(
     # A tangent of -inf may be anything. As a constant, it has none.
     scores = [lse.masked_fill(dead, -torch.inf) for lse, dead in zip(of_lses, unseen, strict=True)]
     shares, lse = softmax_with_lse(torch.stack(torch.broadcast_tensors(*scores), -1), None)
-    merged: Tensor | None = None
-    for out, dead, share in zip(of_outs, unseen, shares.unbind(-1), strict=True):
-        # The product has the dtype of the share, without a copy of out in that dtype.
-        part = out.masked_fill(dead.unsqueeze(-1), 0.0) * share.unsqueeze(-1)
-        merged = part if merged is None else merged + part
-    assert merged is not None
+    # The products have the dtype of the shares, without a copy of an out in that dtype.
+    products = (
+        out.masked_fill(dead.unsqueeze(-1), 0.0) * share.unsqueeze(-1)
+        for out, dead, share in zip(of_outs, unseen, shares.unbind(-1), strict=True)
+    )
+    merged = functools.reduce(torch.add, products)
     return merged.to(of_outs[0].dtype), lse
 
 

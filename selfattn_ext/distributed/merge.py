@@ -4,10 +4,10 @@ Each part gives out, the maximum of a row's scores and the sum of their exponent
 statistics are wanted, row_top and row_mean of :mod:`selfattn_ext.autograd.statistics`. The sums are in
 float32, or float64 for float64: rounding to 16 bits would cost precision with each part.
 
-:func:`selfattn_ext.merge_attention` shares none of this. It gets the lse of a row,
-which rounds away what distinguishes large scores; here the maximum and the sum come apart, and nothing is
-lost. There, whole results are merged at once and recorded for gradients; here parts for some of the rows
-come one after the other, are added in place, and take their statistics along.
+:func:`selfattn_ext.merge_attention` shares none of this. It gets the lse of a row, which rounds away what
+distinguishes large scores; here the maximum and the sum come apart, and nothing is lost. There, whole results
+are merged at once and recorded for gradients; here parts for some of the rows come one after the other, are
+added in place, and take their statistics along.
 """
 
 from __future__ import annotations

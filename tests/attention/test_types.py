@@ -17,6 +17,7 @@ from selfattn_ext import (
     apply_rotary,
     attention_weights,
     attention_with_kvcache,
+    merge_attention,
     rotary_factors,
     scaled_dot_product_attention,
     varlen_attention,
@@ -112,6 +113,15 @@ def test_kv_cache() -> None:
     assert assert_type(cache.page_size, int) == 4
     cache.free(1)
     assert assert_type(cache.allocate(), int) == 1
+
+
+def test_merge_attention() -> None:
+    x = torch.ones(2, 3, 4)
+    parts = [scaled_dot_product_attention(x, x, x, return_lse=True) for _ in range(2)]
+    outs, lses = zip(*parts, strict=True)
+    assert is_results(assert_type(merge_attention(outs, lses), tuple[Tensor, Tensor]), 2)
+    assert is_results(assert_type(merge_attention([*outs], [*lses]), tuple[Tensor, Tensor]), 2)
+    assert is_results(assert_type(merge_attention(torch.stack(outs), [*lses]), tuple[Tensor, Tensor]), 2)
 
 
 def test_rotary_positions() -> None:
