@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..collecting import keep, request_for
 from ..functional import scaled_dot_product_attention
-from . import transformers_support
+from . import transformers_paged, transformers_support
 from .positional_mask import LazyMask
 from .transformers_masks import attention_mask as mask_function
 from .transformers_weights import weights_are_wanted
@@ -98,7 +98,7 @@ def attention_forward(
     block_indices: Tensor | None = None,
     cache: Any = None,
     output_attentions: bool | None = None,
-    **unused: Any,
+    **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers' AttentionInterface calls it in place of ``eager_attention_forward``.
 
@@ -123,16 +123,19 @@ def attention_forward(
             key, and a key that is named twice counts once.
         block_indices: (B, G, L, K), the same by blocks of ``module.indexer.block_size`` keys, for G groups of
             neighbouring query heads.
-        cache: the cache of continuous batching, which is refused.
+        cache: the cache of continuous batching before transformers 5.24, which is refused.
         output_attentions: whether the weights are asked for.
-        unused: arguments of other implementations. A sliding window is in the mask.
+        others: arguments of continuous batching, transformers' ``PagedAttentionArgs``, with which the tokens
+            of all requests are packed. Arguments of other implementations are not used: a sliding window is
+            in the mask.
 
     Returns:
         out (B, L, H, Ev), and the weights (B, H, L, S), after dropout, or None.
 
     Raises:
         ValueError: for ``cache``, ``block_indices`` of a layer that says no block size, a ``head_mask`` of
-            another shape, and as :func:`selfattn_ext.scaled_dot_product_attention` does.
+            another shape, an argument that continuous batching cannot have, and as
+            :func:`selfattn_ext.scaled_dot_product_attention` does.
 
     Example:
         >>> from selfattn_ext.integrations.transformers import attention_forward
@@ -140,9 +143,30 @@ def attention_forward(
         >>> AttentionInterface.register("my_attention", attention_forward)  # register() does this, too
     """
     if cache is not None:
-        raise ValueError(
-            'continuous batching hands its cache to the attention, which is not taken: use "paged|eager"'
+        needed = ".".join(map(str, transformers_paged.OLDEST))
+        raise ValueError(f"continuous batching on these kernels needs transformers {needed} or newer")
+    scale = _legacy_scale(module, value) if scaling is None else scaling
+    if transformers_paged.is_step(others):
+        transformers_paged.refuse(
+            attention_mask=attention_mask,
+            sinks=sinks,
+            position_bias=position_bias,
+            head_mask=head_mask,
+            indices=indices,
+            block_indices=block_indices,
         )
+        out = transformers_paged.attention_to_requests(
+            module,
+            query,
+            key,
+            value,
+            others,
+            dropout_p=dropout,
+            scale=scale,
+            softcap=softcap or 0.0,
+            sinks=s_aux,
+        )
+        return out, None
     options: dict[str, Any] = {}
     visible: Tensor | None = None
     bias = position_bias
@@ -178,7 +202,7 @@ def attention_forward(
         value,
         _combined(visible, bias, keys),
         dropout_p=dropout,
-        scale=_legacy_scale(module, value) if scaling is None else scaling,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         softcap=softcap or 0.0,
         sinks=s_aux,

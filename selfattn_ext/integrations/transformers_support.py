@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree
 
-from . import transformers_457
+from . import transformers_457, transformers_paged
 from .positional_mask import LazyMask
 from .sdpa_mode import as_sdpa
 from .transformers_masks import note_bool_masks
@@ -54,12 +54,18 @@ def register(name: str, version: tuple[int, ...], attention_forward: Callable[..
             PreTrainedModel.get_correct_attn_implementation = _judging(
                 PreTrainedModel.get_correct_attn_implementation
             )
+            if version >= transformers_paged.OLDEST:
+                transformers_paged.register(_has_our_name)
         _names.add(name)
 
 
 def makes_masks(module: nn.Module) -> bool:
     """Whether this package makes the masks of a layer, so that None hides nothing."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) in _names
+    return _has_our_name(getattr(module, "config", None))
+
+
+def _has_our_name(config: Any) -> bool:
+    return getattr(config, "_attn_implementation", None) in _names
 
 
 def keeps_sinks_out_of_weights(module: nn.Module) -> bool:

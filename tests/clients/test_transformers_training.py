@@ -269,7 +269,7 @@ def test_chosen_keys() -> None:
     longer = torch.cat([indices, torch.full((2, 5, 1), -1), indices[..., :1]], -1).int()
     again, _ = integration.attention_forward(layer(), q, k, v, mask, indices=longer, output_attentions=True)
     assert torch.equal(again, out)
-    with pytest.raises(ValueError, match="continuous batching hands its cache to the attention"):
+    with pytest.raises(ValueError, match=r"continuous batching .* needs transformers 5\.24"):
         integration.attention_forward(layer(), q, k, v, mask, cache=object())
 
 
