@@ -32,6 +32,7 @@ from .merging import merge_attention
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention, apply_rotary, rotary_factors
 from .reference_statistics import AuxOutput
 from .scores_and_softmax import attention_scores, masked_softmax
+from .sparse import sparse_attention
 from .varlen import varlen_attention
 
 _torch_sdpa.register()
@@ -65,5 +66,6 @@ __all__ = [
     "rotary_factors",
     "scaled_dot_product_attention",
     "sources",
+    "sparse_attention",
     "varlen_attention",
 ]

@@ -20,6 +20,7 @@ from .arguments import (
     OptionalTensor,
     PackedCall,
     Prepared,
+    SparseCall,
     call_checks,
     explained,
     shapes,
@@ -30,7 +31,7 @@ from .reference_statistics import AuxOutput
 
 __all__ = ["attend", "aux_output", "dropout_seed", "results", "with_gradients"]
 
-Call = TypeVar("Call", AttentionCall, PackedCall, KVCacheCall)
+Call = TypeVar("Call", AttentionCall, PackedCall, SparseCall, KVCacheCall)
 
 
 def attend(call: Call, compute: Callable[[Call], Any], check: Callable[[Call], None]) -> Any:

@@ -267,3 +267,27 @@ def visible_pairs(
     if left < 0 and right < 0:
         return None
     return Window(left, right, query_offset).visible(query_length, key_length, device)
+
+
+def selected_pairs(
+    indices: Tensor, query_length: int, key_length: int, heads: int, block_size: tuple[int, int]
+) -> Tensor:
+    """Returns which keys each query selects as a mask.
+
+    Args:
+        indices: (B, Hs, rows, K), any integer dtype: numbers of blocks of keys, -1 for none. Hs divides
+            ``heads``.
+        query_length, key_length, heads: L, S and H.
+        block_size: how many neighbouring queries share a row, and how many keys a block has.
+
+    Returns:
+        A bool tensor (B, 1 or H, L, S), True where the key is selected.
+    """
+    queries, keys = block_size
+    blocks = -(-key_length // keys)
+    marked = indices.new_zeros((*indices.shape[:-1], blocks + 1), dtype=torch.bool)
+    marked.scatter_(-1, indices.long() % (blocks + 1), True)  # -1 marks the last place
+    by_key = marked[..., :blocks].repeat_interleave(keys, -1)[..., :key_length]
+    by_query = by_key.repeat_interleave(queries, -2)[..., :query_length, :]
+    listed = indices.size(1)
+    return by_query if listed in (1, heads) else by_query.repeat_interleave(heads // listed, 1)

@@ -49,6 +49,7 @@ __all__ = [
     "packed_attention",
     "packed_attention_backward",
     "packed_attention_forward",
+    "sorted_selection",
     "statistics_with_cache",
 ]
 
@@ -154,6 +155,14 @@ def attention_weight_sums(
     keys = key.shape[2] if table is None else table.shape[1] * key.shape[2]
     batch = key.shape[0] if table is None else table.shape[0]
     return query.new_empty((batch, heads, keys), dtype=accumulation_dtype(query.dtype))
+
+
+@_operator
+def sorted_selection(indices: Tensor, blocks: int) -> Tensor:
+    """Indices (B,H,rows,K), int32 or int64, of the CPU -> the numbers of each row in ascending order, each
+    once, with -1 behind them (B,H,rows,K), int32.
+    """
+    return indices.new_empty(indices.shape, dtype=torch.int32)
 
 
 @_operator

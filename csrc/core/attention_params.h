@@ -6,6 +6,7 @@
 
 #include "dtype.h"
 #include "score_function.h"
+#include "selection.h"
 
 namespace selfattn {
 
@@ -136,6 +137,8 @@ struct AttentionParams {
 
   // It changes scores once they are scaled, capped and sloped; mask and windows come after it.
   ScoreFunction function;
+
+  Selection selection;
 
   // Returns the place of a query in arrays of row statistics.
   SELFATTN_HOST_DEVICE int64_t row(int64_t batch_index, int64_t head, int64_t query_index) const {

@@ -33,6 +33,7 @@ enum class Option : uint8_t {
   kBatchInvariant,
   kFunction,
   kBlockMap,
+  kSelection,
   kCount
 };
 
@@ -42,7 +43,8 @@ constexpr const char* name_of(Option option) {
       "attn_mask",    "mask_shapes",           "alibi_slopes",   "sinks",
       "dropout_p",    "is_causal or a window", "query_offset",   "softcap",
       "cu_seqlens_q", "cu_seqlens_k",          "seqlens_k",      "query_offsets",
-      "block_table",  "batch_invariant",       "score_function", "block_map"};
+      "block_table",  "batch_invariant",       "score_function", "block_map",
+      "selection"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<size_t>(Option::kCount), "one name each");
   return kNames[static_cast<int>(option)];
 }
@@ -94,6 +96,7 @@ inline OptionSet options_of(const AttentionParams& p) {
   add_if(p.batch_invariant, Option::kBatchInvariant);
   add_if(p.function.table != nullptr, Option::kFunction);
   add_if(p.function.map.blocks != nullptr, Option::kBlockMap);
+  add_if(p.selection.lists != nullptr, Option::kSelection);
   return used;
 }
 

@@ -39,8 +39,12 @@ inline SELFATTN_HOST_DEVICE PackedRows keys_of(const AttentionParams& p, int64_t
 
 // Returns how many scores a call computes, hidden ones among them.
 inline double count_of_scores(const AttentionParams& p) {
-  if (!p.sequences.any())
-    return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(p.keys);
+  if (!p.sequences.any()) {
+    const Selection& s = p.selection;
+    const bool fewer = s.lists != nullptr && s.longest < divide_up(p.keys, s.key_size);
+    const int64_t keys = fewer ? s.longest * s.key_size : p.keys;
+    return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(keys);
+  }
   double pairs = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     pairs += static_cast<double>(queries_of(p, b).count) * static_cast<double>(keys_of(p, b).count);

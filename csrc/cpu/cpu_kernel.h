@@ -29,6 +29,10 @@ struct Kernel {
   void (*jvp)(const AttentionParams&, const JvpArguments&, const ThreadPool&);
   size_t (*backward_backward_workspace)(const AttentionParams&);
   void (*backward_backward)(const AttentionParams&, const BackwardBackwardArguments&, const ThreadPool&);
+  // Forward and backward of calls with selected keys. A kernel may lack all three, too.
+  void (*selected_forward)(const AttentionParams&, const ForwardOutputs&, const ThreadPool&);
+  size_t (*selected_backward_workspace)(const AttentionParams&);
+  void (*selected_backward)(const AttentionParams&, const BackwardArguments&, const ThreadPool&);
   void (*scores)(const ScoresParams&, const ThreadPool&);
   void (*scores_backward)(const ScoresParams&, const ThreadPool&);
   void (*masked_softmax)(const SoftmaxParams&, const ThreadPool&);
@@ -51,5 +55,10 @@ constexpr OptionSet kFusedOptions = {
     Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
     Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
     Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
+
+// Those that the passes in sparse/ apply.
+constexpr OptionSet kSelectedOptions = {Option::kSelection,   Option::kMask,    Option::kAlibiSlopes,
+                                        Option::kSinks,       Option::kDropout, Option::kWindow,
+                                        Option::kQueryOffset, Option::kSoftcap, Option::kBatchInvariant};
 
 }  // namespace selfattn::cpu

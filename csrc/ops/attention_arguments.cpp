@@ -260,6 +260,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   p.query_offset = checked_query_offset(options.query_offset);
   p.batch_invariant = options.batch_invariant;
   add_score_function(p, query, options);
+  add_selection(p, query, options);
   return p;
 }
 

@@ -22,6 +22,9 @@ void add_own_masks(AttentionParams& params, const Input& mask, const Options& op
 std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& captured);
 void add_score_function(AttentionParams& params, const Input& query, const Options& options);
 
+// In selection.cpp: the lists of selected keys.
+void add_selection(AttentionParams& params, const Input& query, const Options& options);
+
 // Returns an argument with four dimensions, which packed rows of users do not have. Borrows from `form`.
 inline Input seen(const Input& input, const Options& options, HeadsFirst& form) {
   return options.offsets ? form.of(input) : input;

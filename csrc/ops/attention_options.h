@@ -45,6 +45,10 @@ struct Options {
   std::optional<std::vector<double>> captured_numbers;
   TensorHandle block_map;                          // (B|1,H|1,query blocks,key blocks), uint8
   std::optional<std::vector<int64_t>> block_size;  // queries and keys of a block
+  // (B|1,1|Hk|H,rows,K), int32: the lists of core/selection.h. selection_size holds the queries of a row and
+  // the keys of a block.
+  TensorHandle selection;
+  std::optional<std::vector<int64_t>> selection_size;
   Name kernel_name;
   Name float32_precision = {"highest"};
   bool batch_invariant = false;
@@ -88,6 +92,8 @@ struct Options {
     visit("captured_numbers", options.captured_numbers);
     visit("block_map", options.block_map);
     visit("block_size", options.block_size);
+    visit("selection", options.selection);
+    visit("selection_size", options.selection_size);
     visit("kernel_name", options.kernel_name);
     visit("float32_precision", options.float32_precision);
     visit("batch_invariant", options.batch_invariant);

@@ -19,17 +19,28 @@ void require_declared(const cpu::Kernel& kernel, OptionSet used) {
          names_of(used.without(kernel.options)).c_str());
 }
 
-// Forward mode and second derivatives take no functions of scores, and not every kernel has them.
+// Forward mode and second derivatives take no functions of scores and no selected keys, and not every kernel
+// has them.
 void require_derivatives(const cpu::Kernel& kernel, const AttentionParams& p) {
   if (kernel.jvp == nullptr) {
     refuse("kernel \"", kernel.name, "\" (", kernel.isa,
            ") has no forward mode and no second derivatives; kernel \"fused\" has both");
   }
   const OptionSet used = options_of(p);
-  const OptionSet rest = used.without(used.without({Option::kFunction, Option::kBlockMap}));
+  constexpr OptionSet kLacking = {Option::kFunction, Option::kBlockMap, Option::kSelection};
+  const OptionSet rest = used.without(used.without(kLacking));
   if (rest.empty()) return;
   refuse("kernel \"", kernel.name, "\" (", kernel.isa,
          ") has no forward mode and no second derivatives with ", names_of(rest).c_str());
+}
+
+// Calls with selected keys have a forward and a backward of their own, in some kernels.
+void require_selected(const cpu::Kernel& kernel, const AttentionParams& p) {
+  if (kernel.selected_forward == nullptr) {
+    refuse("kernel \"", kernel.name, "\" (", kernel.isa, ") does not apply selection");
+  }
+  const OptionSet rest = options_of(p).without(cpu::kSelectedOptions);
+  if (!rest.empty()) refuse("selection was given together with ", names_of(rest).c_str());
 }
 
 // Calls function(params, arguments) for the whole call, or for each batch element if the kernel does not
@@ -56,6 +67,12 @@ void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Ar
 
 void forward(const char* kernel, const AttentionParams& p, const ForwardOutputs& outputs, Device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  if (p.selection.lists != nullptr) {
+    require_selected(chosen, p);
+    if (outputs.row_mean != nullptr) refuse("selection was given to attention_statistics");
+    if (p.batch * p.heads * p.queries > 0) run_kernel(chosen.selected_forward, p, outputs);
+    return;
+  }
   for_each_call(chosen, p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
     run_kernel(chosen.forward, call, results);
   });
@@ -85,6 +102,19 @@ void run(const char* kernel, const Params& p, Device) {
 void backward(const char* kernel, const AttentionParams& p, const BackwardArguments& arguments,
               Device device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  if (p.selection.lists != nullptr) {
+    require_selected(chosen, p);
+    const bool others = arguments.grad_mask.data != nullptr || arguments.grad_weights.data != nullptr ||
+                        arguments.grad_mean != nullptr || arguments.grad_keys != nullptr ||
+                        arguments.grad_sink != nullptr;
+    if (others) refuse("with selection there are no gradients of masks, of weights and of statistics");
+    if (p.batch * p.heads * p.queries == 0) return;
+    const Scratch workspace("the backward's workspace", chosen.selected_backward_workspace(p), device);
+    BackwardArguments a = arguments;
+    a.workspace = workspace.data();
+    run_kernel(chosen.selected_backward, p, a);
+    return;
+  }
   for_each_call(chosen, p, arguments, [&](const AttentionParams& call, BackwardArguments a) {
     const Scratch workspace("the backward's workspace", chosen.backward_workspace(call), device);
     a.workspace = workspace.data();

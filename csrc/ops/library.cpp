@@ -101,6 +101,9 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "packed_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor statistics, Tensor? out_residual, Tensor offsets, " +
       rules + ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+  // Returns lists for `selection`, of what each row of indices (B,H,rows,K), int32 or int64, holds in any
+  // order and any number of times: numbers below `blocks`, or -1. On the CPU alone.
+  define("sorted_selection(Tensor indices, SymInt blocks) -> Tensor");
   // Writes key and value (B,Hk,L,E|Ev) behind the seqlens (B,) rows of the caches, which are (B,Hk,S,E|Ev)
   // or, with a block_table, pages as in attention_options.h. With cu_seqlens (B+1,), key and value are
   // packed, (1,Hk,rows,E|Ev).

@@ -16,6 +16,7 @@ void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t);
 void attention_refusals(StableIValue* values, uint64_t, uint64_t);
 void attention_weights(StableIValue* values, uint64_t, uint64_t);
 void attention_weight_sums(StableIValue* values, uint64_t, uint64_t);
+void sorted_selection(StableIValue* values, uint64_t, uint64_t);
 void append_to_cache(StableIValue* values, uint64_t, uint64_t);
 void attention_with_cache(StableIValue* values, uint64_t, uint64_t);
 void statistics_with_cache(StableIValue* values, uint64_t, uint64_t);
@@ -45,6 +46,7 @@ void implement_operators(Library& library) {
   library.impl("attention_refusals", &attention_refusals);
   library.impl("attention_weights", &attention_weights);
   library.impl("attention_weight_sums", &attention_weight_sums);
+  library.impl("sorted_selection", &sorted_selection);
   library.impl("append_to_cache", &append_to_cache);
   library.impl("attention_with_cache", &attention_with_cache);
   library.impl("statistics_with_cache", &statistics_with_cache);

@@ -25,8 +25,15 @@ TensorHandle empty_strided(const char* name, const int64_t* size, const int64_t*
   return TensorHandle(handle);
 }
 
-Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device,
-                        bool heads_inside, bool rows_first = false) {
+// A dtype in the framework's numbers, and the bytes of an element.
+struct Elements {
+  int32_t code;
+  int64_t bytes;
+};
+Elements elements_of(DType dtype) { return {code_of(dtype), size_of(dtype)}; }
+
+Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, Elements elements,
+                        Device device, bool heads_inside, bool rows_first = false) {
   const int64_t* size = shape.begin();
   const int64_t rank = static_cast<int64_t>(shape.size());
   // Strides are set from the innermost dimension outwards; the heads-inside order swaps dimensions 1 and 2.
@@ -43,7 +50,7 @@ Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, 
              ", more elements than memory can address");
     }
   }
-  if (__builtin_mul_overflow(next, size_of(dtype), &next)) {
+  if (__builtin_mul_overflow(next, elements.bytes, &next)) {
     refuse(name, " would have the shape ", shape_text(size, rank), ", more bytes than memory can address");
   }
   output.bytes = empty ? 0 : static_cast<size_t>(next);
@@ -52,9 +59,9 @@ Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, 
   const int64_t* stride = output.stride;
   if (rows_first) {
     const int64_t sizes[] = {size[2], size[1], size[3]}, strides[] = {stride[2], stride[1], stride[3]};
-    output.handle = empty_strided(name, sizes, strides, 3, code_of(dtype), output.bytes, device);
+    output.handle = empty_strided(name, sizes, strides, 3, elements.code, output.bytes, device);
   } else {
-    output.handle = empty_strided(name, size, stride, rank, code_of(dtype), output.bytes, device);
+    output.handle = empty_strided(name, size, stride, rank, elements.code, output.bytes, device);
   }
   torch_get_mutable_data_ptr(output.handle.get(), &output.data);
   return output;
@@ -76,16 +83,20 @@ void Output::fill_zero() const {
 }
 
 Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device) {
-  return allocate_strided(name, shape, dtype, device, false);
+  return allocate_strided(name, shape, elements_of(dtype), device, false);
+}
+
+Output allocate_int32(const char* name, std::initializer_list<int64_t> shape, Device device) {
+  return allocate_strided(name, shape, {dtype_codes().int32, sizeof(int32_t)}, device, false);
 }
 
 Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like,
                      bool rows_first) {
-  return allocate_strided(name, shape, dtype, like.device, is_heads_inside(like), rows_first);
+  return allocate_strided(name, shape, elements_of(dtype), like.device, is_heads_inside(like), rows_first);
 }
 
 Output allocate_nothing(DType dtype, Device device) {
-  return allocate_strided("an unused result", {0}, dtype, device, false);
+  return allocate_strided("an unused result", {0}, elements_of(dtype), device, false);
 }
 
 void Scratch::FreeHost::operator()(char* memory) const { ::operator delete(memory, kHostAlignment); }

@@ -23,6 +23,9 @@ struct Output {
 // Uninitialised and contiguous. Throws AllocationFailure, or refuses a shape whose element count overflows.
 Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device);
 
+// The same, for int32 numbers.
+Output allocate_int32(const char* name, std::initializer_list<int64_t> shape, Device device);
+
 // Does the same for a (batch, heads, rows, columns) result with the layout of `like`: if that is the
 // transpose of a (batch, rows, heads, columns) tensor, the result is one, too, so that the caller's transpose
 // back costs no copy; otherwise it is contiguous. With `rows_first`, batch is 1, and the tensor has the shape

@@ -119,7 +119,8 @@ py::dict describe(const Kernel& kernel, int priority) {
   row["priority"] = priority;
   row["automatic"] = kernel.automatic;
   row["available"] = reason == nullptr;
-  row["options"] = options_in(kernel.options);
+  const bool selects = kernel.selected_forward != nullptr;
+  row["options"] = options_in(selects ? kernel.options.with({selfattn::Option::kSelection}) : kernel.options);
   row["reason"] = reason == nullptr ? py::object(py::none()) : py::str(reason);
   return row;
 }

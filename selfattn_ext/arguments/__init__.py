@@ -21,6 +21,7 @@ from .call import (
     KVCacheCall,
     OptionalTensor,
     PackedCall,
+    SparseCall,
 )
 from .keywords import Keywords, keywords_for, position, rules
 from .prepared import (
@@ -32,6 +33,7 @@ from .prepared import (
     joined_masks,
     keywords_of,
     prepare,
+    selected,
     statistics_formula,
     with_options,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "OptionalTensor",
     "PackedCall",
     "Prepared",
+    "SparseCall",
     "Tensors",
     "autocast",
     "batch_invariance",
@@ -67,6 +70,7 @@ __all__ = [
     "prepare",
     "refusals",
     "rules",
+    "selected",
     "sequence_checks",
     "shapes",
     "split_blocks",

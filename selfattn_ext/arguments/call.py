@@ -20,6 +20,7 @@ __all__ = [
     "KVCacheCall",
     "OptionalTensor",
     "PackedCall",
+    "SparseCall",
 ]
 
 OptionalTensor = Tensor | None
@@ -74,6 +75,22 @@ class PackedCall(NamedTuple):
     score_mod: Any
     mask_mod: Any
     options: AttentionOptions
+
+
+class SparseCall(NamedTuple):
+    """A call of :func:`selfattn_ext.sparse_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: AttentionOptions
+    indices: OptionalTensor
+    block_indices: OptionalTensor
+    block_size: Any
+
+    def dense(self) -> AttentionCall:
+        """Returns the call that sees all keys."""
+        return AttentionCall(*self[:4])
 
 
 class KVCacheCall(NamedTuple):

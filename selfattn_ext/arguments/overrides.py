@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from . import checks
-from .call import AttentionCall, KVCacheCall, PackedCall
 
 __all__ = ["call", "overriding_arguments"]
 
@@ -21,8 +20,11 @@ def overriding_arguments(*values: Any) -> tuple[Any, ...]:
     return relevant if torch.overrides.has_torch_function(relevant) else ()
 
 
-def call(function: Any, relevant: tuple[Any, ...], given: AttentionCall | PackedCall | KVCacheCall) -> Any:
-    """Calls the override of those types with the function's positional and keyword arguments."""
+def call(function: Any, relevant: tuple[Any, ...], given: Any) -> Any:
+    """Calls the override of those types with the function's positional and keyword arguments.
+
+    ``given`` is a call as in :mod:`selfattn_ext.arguments.call`, a named tuple with options.
+    """
     values = {**given._asdict(), **given.options._asdict()}
     by_place = function.__code__.co_varnames[: function.__code__.co_argcount]
     return torch.overrides.handle_torch_function(

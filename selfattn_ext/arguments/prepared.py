@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formula_steps import default_scale
+from ..masks import selected_pairs
 from ..reference_statistics import AuxOutput
 from . import checks, shapes
 from .call import DEFAULT_QUERY_OFFSET, AttentionCall, AttentionOptions, OptionalTensor
@@ -25,6 +26,7 @@ __all__ = [
     "joined_masks",
     "keywords_of",
     "prepare",
+    "selected",
     "statistics_formula",
     "with_options",
 ]
@@ -158,6 +160,8 @@ def _formula_options(
     tensors: Tensors, scale: float, keywords: Keywords, score_function: Any, visible: Any
 ) -> Keywords:
     """The options that every formula has."""
+    if "selection" in keywords:
+        visible = selected(tensors, keywords)
     return {
         "scale": scale,
         "is_causal": keywords.get("is_causal", False),
@@ -169,6 +173,13 @@ def _formula_options(
         "score_function": score_function,
         "visible": visible,
     }
+
+
+def selected(tensors: Tensors, keywords: Keywords) -> Tensor:
+    """Returns the keys that each query of a call with selected keys may see, (B | 1, H | 1, L, S)."""
+    query, key = tensors.query, tensors.key
+    queries, keys = keywords["selection_size"]
+    return selected_pairs(keywords["selection"], query.size(2), key.size(2), query.size(1), (queries, keys))
 
 
 def _packed_rows(tensor: Tensor) -> Tensor:

@@ -113,6 +113,10 @@ class Inputs(NamedTuple):
     def tensors(self) -> Tensors:
         return Tensors(*self.all_of(Tensors._fields))
 
+    def has_formula_alone(self) -> bool:
+        """Tells whether derivatives of gradients are computed by the formula, as no operator has them."""
+        return self.grad_weights is not None or "selection" in self.keywords
+
     def has_one_batch(self) -> bool:
         """Tells whether slices of vmap must be computed one by one.
 

@@ -47,7 +47,7 @@ class AttentionBackward(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         given = Inputs.saved(ctx)
-        if given.grad_weights is not None:
+        if given.has_formula_alone():
             named = dict(zip(SOURCES, cotangents, strict=True))
             wanted = [named[name] for name in given.wanted()]
             return tuple(by_formula.pull(by_formula.gradients, given, wanted))
@@ -61,7 +61,7 @@ class AttentionBackward(Function):
     @nestable
     def jvp(ctx: Any, *tangents: Any) -> Any:
         given, moving = Inputs.saved_primals(ctx), Inputs(*tangents)
-        if given.grad_weights is not None or moving.grad_weights is not None:
+        if given.has_formula_alone() or moving.grad_weights is not None:
             pushed = by_formula.push(by_formula.gradients, given, moving.moving())
             named = dict(zip(given.wanted(), pushed, strict=True))
             return tuple(named.get(name) for name in SOURCES)

@@ -33,7 +33,11 @@ DECLARED = {
     "captured_numbers": "score_function",
     "block_map": "block_map",
     "block_size": "block_map",
+    "selection": "selection",
+    "selection_size": "selection",
 }
+#: Options of the forward and the backward alone. The other operators refuse them.
+SELECTED = ("selection", "selection_size")
 #: Options that are not judged by results: the kernel, and the least precision. Unknown names are refused.
 NAMES = ("kernel_name", "float32_precision")
 #: This one promises something about results, which test_batch_invariant.py checks.
@@ -81,6 +85,7 @@ def changes(queries: int) -> dict[str, Change]:
     }
     blocks = integers(1, 0, 2, 2, 1, 0, 0, 2, 1, dtype=torch.uint8).reshape(1, 1, 3, 3)
     table = integers(0, 1, 2, 3, 4, 5, 6, 7, dtype=torch.int32).reshape(BATCH, -1)
+    lists = integers(0, 2, dtype=torch.int32).repeat(1, 1, queries, 1)
     return {
         "attn_mask": Change({}, {"attn_mask": mask}),
         "alibi_slopes": Change({}, {"alibi_slopes": head_numbers()}),
@@ -109,6 +114,8 @@ def changes(queries: int) -> dict[str, Change]:
         "captured_numbers": Change(cap, {"captured_numbers": [0.3]}),
         "block_map": Change({}, {"block_map": blocks, "block_size": [16, 16]}),
         "block_size": Change({"block_map": blocks, "block_size": [16, 16]}, {"block_size": [16, 9]}),
+        "selection": Change({}, {"selection": lists, "selection_size": [1, 8]}),
+        "selection_size": Change({"selection": lists, "selection_size": [1, 8]}, {"selection_size": [1, 16]}),
         # A sequence longer than these is refused.
         "max_seqlen_q": Change(packed, {"max_seqlen_q": queries}),
         "max_seqlen_k": Change(packed, {"max_seqlen_k": KEYS}),
@@ -221,6 +228,8 @@ def pairs(
             continue
         before, added = known[name]
         tensors = inputs(queries, dtype, before)
+        if name in SELECTED and operator_name not in ("attention_forward", "attention_backward"):
+            continue
         if not refused(name, partial(forward, tensors, before | added)):
             yield name, tensors, before, before | added
 
@@ -230,6 +239,20 @@ def test_every_option_of_the_schema_has_a_change() -> None:
     names = ("attention_forward", "attention_weights", "attention_weight_sums", "attention_statistics")
     for name in (*names, "attention_backward", "attention_with_cache", "statistics_with_cache"):
         assert set(options_of(operator(name))) <= known | set(NAMES + PROMISES + NEEDS), name
+
+
+def test_others_refuse_selected_keys(kernel: str) -> None:
+    options = changes(3)["selection"].added
+    query, key, value = inputs(3, torch.float32, {})
+    rows = torch.ones(BATCH, HEADS, 3)
+    for run in (
+        partial(call, "attention_weights", query, key, rows, rows, SCALE),
+        partial(call, "attention_weight_sums", query, key, rows, rows, SCALE),
+        partial(call, "attention_statistics", query, key, value, SCALE),
+        partial(call, "attention_jvp", query, key, value, SCALE, tangent_query=query),
+    ):
+        with pytest.raises(ValueError, match=r"selection|has no forward mode"):
+            run(**options)
 
 
 def test_forward_applies_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:

@@ -38,6 +38,7 @@ CHOSEN = {
     "test_gradients.py": "fused-amx and (rounding_of_the_output and plain or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",
     "test_paged.py": "every_option and amx",
+    "test_sparse_attention.py": "amx and kinds and bfloat16",
 }
 
 #: Those that take over four seconds each in the emulator; .ci/run runs them.
@@ -51,6 +52,7 @@ LONG = {
     "test_ragged_blocks.py": "fused-amx",
     "test_rising_scores.py": "fused-amx and not any_number",
     "test_sequences.py": "amx",
+    "test_sparse_attention.py": "amx",
     "test_varlen_cache.py": "company and amx",
 }
 

@@ -132,6 +132,7 @@ def function_calls(dtype: torch.dtype, transposed: bool) -> Calls:
         (ops.attention_forward, (*given[1:4], 0.3), keywords),
         (ops.attention_backward, given, keywords),
         (ops.attention_captured_gradients, given, {"captured_sizes": [6, 0], "exclusive": 1, **keywords}),
+        (ops.sorted_selection, (torch.tensor([[[[4, -1, 4, 0]]]], device="cpu"), 6), {}),
     ]
 
 

@@ -16,10 +16,12 @@ from selfattn_ext import (
     masked_softmax,
     merge_attention,
     scaled_dot_product_attention,
+    sparse_attention,
 )
 
 CALLS: list[tuple[Callable[..., Any], int, dict[str, Any]]] = [
     (scaled_dot_product_attention, 3, {}),
+    (sparse_attention, 3, {"indices": torch.zeros(5, 2, dtype=torch.int32)}),
     (scaled_dot_product_attention, 3, {"attn_mask": torch.ones(5, 5)}),
     (attention_weights, 2, {}),
     (attention_scores, 2, {}),

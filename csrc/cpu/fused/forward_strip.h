@@ -251,11 +251,12 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
              : softmax_block_with<P, kWeigh, kPaired, Statistics::kNone>(strip, keys, s, factor, weights);
 }
 
-// Turns scores into the weights that meet the values: softmax and dropout. `keep_block` asks for
-// weights.block too, even if pairs alone would do for the product. Returns what softmax_block returns.
-template <class P>
-bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
-                 Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
+// Turns scores into the weights that meet the values: softmax and dropout, for which it calls
+// drop(factor of the weights that are kept, block). `keep_block` asks for weights.block too, even if pairs
+// alone would do for the product. Returns what softmax_block returns.
+template <class P, class Drop>
+bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t keys, Scalar<P> factor,
+                 WeightOperand<P>& weights, bool keep_block, const Drop& drop) {
   bool moved = false;
   if constexpr (!kDirect<P>) {
     if (weights.sums_in_place() || (!p.dropout.enabled && !keep_block)) {
@@ -274,8 +275,7 @@ bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t
   }
   if (p.dropout.enabled) {
     // Rounded weights stay as they are; the output is scaled instead, see inverse_sums.
-    const Scalar<P> keep = weights.rounds() ? Scalar<P>(1) : keep_scale<Scalar<P>>(p.dropout);
-    apply_dropout<P>(p.dropout, strip, key, keys, keep, weights.block);
+    drop(weights.rounds() ? Scalar<P>(1) : keep_scale<Scalar<P>>(p.dropout), weights.block);
   }
   weights.ready_as_lanes(keys, strip.vecs);
   return moved;
@@ -337,7 +337,8 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
     visible = scratch.visible;
   }
   const bool in_place = scratch.weights.sums_in_place();
-  if (weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark)) strip.rescale_out(p);
+  const auto drop = [&](T kept, T* weights) { apply_dropout<P>(p.dropout, strip, key, keys, kept, weights); };
+  if (weigh_block<P>(p, strip, keys, factor, scratch.weights, mark, drop)) strip.rescale_out(p);
   const ColumnSums<T> out{strip.out_t, in_place ? Update::kAdd : Update::kScaleAdd, strip.rescale};
   multiply_strip_columns<P>(strip, scratch.values, from, keys, p.value_dim, scratch.weights, out, visible);
 }

@@ -12,6 +12,9 @@
 #include "weight_sums.h"
 #include "weights.h"
 
+#include "../sparse/backward.h"
+#include "../sparse/forward.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // The backward in T itself, of few queries and of many. Strips go first, because the pass of a mask that
@@ -64,6 +67,10 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.backward_backward_workspace =
       by_type<backward_backward_workspace<double>, backward_backward_workspace<float>>;
   kernel.backward_backward = by_type<backward_backward_pass<double>, backward_backward_pass<float>>;
+  kernel.selected_forward = by_type<selected_forward<double>, selected_forward<float>>;
+  kernel.selected_backward_workspace =
+      by_type<selected_backward_workspace<double>, selected_backward_workspace<float>>;
+  kernel.selected_backward = by_type<selected_backward<double>, selected_backward<float>>;
   kernel.scores = by_type<scores_pass<double>, scores_pass<float>>;
   kernel.scores_backward = by_type<scores_backward_pass<double>, scores_backward_pass<float>>;
   kernel.masked_softmax = by_type<masked_softmax_pass<double>, masked_softmax_pass<float>>;

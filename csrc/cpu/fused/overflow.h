@@ -40,6 +40,21 @@ void sum_normalised(const AttentionParams& p, const ForwardOutputs& outputs, For
   }
 }
 
+// Replaces the elements that are not finite in the row of the outputs at `at` by sums, each kLanes after the
+// one before.
+template <class T>
+void replace_not_finite(const AttentionParams& p, const ForwardOutputs& outputs, int64_t at, const T* sums) {
+  for (int64_t e = 0; e < p.value_dim; ++e) {
+    const T before = load_element<T>(outputs.out.data, p.dtype, at + e);
+    if (before - before == T(0)) continue;
+    const T sum = sums[e * kLanes<T>];
+    store_element<T>(outputs.out.data, p.dtype, at + e, sum);
+    if (outputs.out_residual == nullptr) continue;
+    const T stored = load_element<T>(outputs.out.data, p.dtype, at + e);
+    store_element<T>(outputs.out_residual, p.dtype, at + e, sum - stored);
+  }
+}
+
 // Replaces the elements that are not finite in the outputs of queries first .. first + count - 1, at most
 // kLanes, whose statistics are stored. It is rare, so it allocates its own memory.
 template <class T>
@@ -53,16 +68,7 @@ void mend_overflow(const AttentionParams& p, const ForwardOutputs& outputs, int6
   strip.begin(p, batch, head, first, count);
   sum_normalised<T>(p, outputs, strip, scratch);
   for (int64_t lane = 0; lane < count; ++lane) {
-    const int64_t at = outputs.out.offset(batch, head, first + lane);
-    for (int64_t e = 0; e < p.value_dim; ++e) {
-      const T before = load_element<T>(outputs.out.data, p.dtype, at + e);
-      if (before - before == T(0)) continue;
-      const T sum = strip.out_t[e * kLanes<T> + lane];
-      store_element<T>(outputs.out.data, p.dtype, at + e, sum);
-      if (outputs.out_residual == nullptr) continue;
-      const T stored = load_element<T>(outputs.out.data, p.dtype, at + e);
-      store_element<T>(outputs.out_residual, p.dtype, at + e, sum - stored);
-    }
+    replace_not_finite(p, outputs, outputs.out.offset(batch, head, first + lane), strip.out_t + lane);
   }
 }
 

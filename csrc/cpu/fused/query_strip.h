@@ -68,9 +68,7 @@ struct QueryStrip {
     few_queries = kDirect<P> && p.queries <= most_few_queries(p) && !p.batch_invariant;
     lanes = few_queries || first + count < p.queries ? count : count - tail_queries<P>(p);
     const RowSource rows = source(p, p.query, p.head_dim);
-    rest_of_scale = T(1);
-    T in_query = static_cast<T>(p.scale);
-    if (!queries_take_scale<P>(p.scale)) std::swap(in_query, rest_of_scale);
+    const T in_query = take_scale(p);
     if constexpr (kDirect<P>) {
       if (few_queries) {
         load_rows<T>(query.data, rows.data, rows.dtype, rows.stride, count, p.head_dim, in_query);
@@ -79,6 +77,27 @@ struct QueryStrip {
     }
     query.load(rows, in_query);
     if constexpr (kMostTail<P> > 0) load_tail(rows, in_query, tail);
+  }
+
+  // Does the same for any rows, without a place in the call. With `as_tail`, few rows are all in the tail.
+  SELFATTN_OUT_OF_LINE void begin(const AttentionParams& p, const RowSource& rows, bool as_tail) {
+    count = rows.rows;
+    vecs = divide_up(count, Simd<T>::kWidth);
+    few_queries = false;
+    lanes = as_tail && count <= kMostTail<P> ? 0 : count;
+    const T in_query = take_scale(p);
+    if constexpr (kMostTail<P> > 0) {
+      if (lanes == 0) return load_tail(rows, in_query, tail);
+    }
+    query.load(rows, in_query);
+  }
+
+  // Sets rest_of_scale, and returns the part of the scale that is in query.
+  T take_scale(const AttentionParams& p) {
+    rest_of_scale = T(1);
+    T in_query = static_cast<T>(p.scale);
+    if (!queries_take_scale<P>(p.scale)) std::swap(in_query, rest_of_scale);
+    return in_query;
   }
 
   // Loads the tail's rows of a tensor, padded to whole vectors.

@@ -104,6 +104,9 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.backward_backward_workspace = divided_workspace<kFewestMoving, pair_backward_backward_workspace,
                                                          &Kernel::backward_backward_workspace>;
   kernel.backward_backward = divided<kFewestMoving, pair_backward_backward, &Kernel::backward_backward>;
+  kernel.selected_forward = pair_selected_forward;
+  kernel.selected_backward_workspace = pair_selected_backward_workspace;
+  kernel.selected_backward = pair_selected_backward;
   kernel.scores = in_float<&Kernel::scores>;
   kernel.scores_backward = in_float<&Kernel::scores_backward>;
   kernel.masked_softmax = in_float<&Kernel::masked_softmax>;

@@ -15,6 +15,11 @@ void pair_backward(const AttentionParams& p, const BackwardArguments& a, const T
 void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& a, const CapturedGradients& g,
                              const ThreadPool& pool);
 
+// Selected keys: pair_selected.h.
+void pair_selected_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool);
+size_t pair_selected_backward_workspace(const AttentionParams& p);
+void pair_selected_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool);
+
 // Forward mode and second derivatives: pair_tangents.h.
 void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool);
 size_t pair_backward_backward_workspace(const AttentionParams& p);

@@ -1,0 +1,137 @@
+// The lists of selected keys: sorted_selection makes them out of what a user chose, and add_selection checks
+// those that a call of attention was given.
+#include <algorithm>
+#include <vector>
+
+#include "attention_arguments.h"
+#include "operators.h"
+
+namespace selfattn::ops {
+
+namespace {
+
+// The lists are read on the CPU; an entry costs about a nanosecond.
+void check_lists(const Input& lists, int64_t blocks) {
+  const int64_t longest = lists.size[3], rows = lists.size[0] * lists.size[1] * lists.size[2];
+  const auto* numbers = static_cast<const int32_t*>(lists.data);
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t last = -1;
+    for (int64_t i = 0; i < longest; ++i) {
+      const int64_t number = numbers[row * longest + i];
+      if (number < 0) break;
+      if (number <= last || number >= blocks) {
+        refuse("selection must hold ascending numbers from 0 to ", blocks - 1,
+               " and -1 behind them, but row ", row, " has ", number, " after ", last);
+      }
+      last = number;
+    }
+  }
+}
+
+// Sorts the numbers of a row, each once, by marking them among all blocks.
+class Sorter {
+ public:
+  explicit Sorter(int64_t blocks) : marks_(static_cast<size_t>((blocks + 63) / 64), 0) {}
+
+  template <class Index>
+  void sort(const Index* from, int64_t stride, int64_t count, int64_t blocks, int32_t* to) {
+    int64_t first = static_cast<int64_t>(marks_.size()), end = 0, length = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t number = static_cast<int64_t>(from[i * stride]);
+      if (number == -1) continue;
+      if (number < 0 || number >= blocks) {
+        refuse("an index of a selected key or block must lie between 0 and ", blocks - 1,
+               ", or be -1 for none, but one is ", number);
+      }
+      marks_[static_cast<size_t>(number / 64)] |= uint64_t{1} << (number % 64);
+      first = std::min(first, number / 64);
+      end = std::max(end, number / 64 + 1);
+    }
+    for (int64_t word = first; word < end; ++word) {
+      for (uint64_t bits = marks_[static_cast<size_t>(word)]; bits != 0; bits &= bits - 1) {
+        to[length++] = static_cast<int32_t>(word * 64 + __builtin_ctzll(bits));
+      }
+      marks_[static_cast<size_t>(word)] = 0;
+    }
+    std::fill(to + length, to + count, -1);
+  }
+
+ private:
+  std::vector<uint64_t> marks_;
+};
+
+}  // namespace
+
+void add_selection(AttentionParams& p, const Input& query, const Options& options) {
+  if (!options.selection) {
+    if (options.selection_size) refuse("selection_size was given without selection");
+    return;
+  }
+  const Input lists = inspect("selection", options.selection, query);
+  if (lists.dtype_code != dtype_codes().int32) {
+    refuse("selection must be int32, but it is ", dtype_text(lists.dtype_code));
+  }
+  check_rank(lists, 4);
+  if (!is_contiguous(lists)) refuse("selection must be contiguous");
+  if (!options.selection_size || options.selection_size->size() != 2) {
+    refuse("selection_size must be given with selection: the queries of a row and the keys of a block");
+  }
+  const int64_t queries = (*options.selection_size)[0], keys = (*options.selection_size)[1];
+  constexpr int64_t kMostSize = int64_t{1} << 30;
+  if (queries < 1 || keys < 1 || queries > kMostSize || keys > kMostSize) {
+    refuse("selection_size must be two numbers from 1 to 2^30, but they are ", queries, " and ", keys);
+  }
+  if (options.has_lengths()) refuse("selection was given for sequences with lengths of their own");
+  const int64_t rows = (p.queries + queries - 1) / queries, heads = lists.size[1];
+  const bool shared = heads == 1 || heads == p.kv_heads || heads == p.heads;
+  if ((lists.size[0] != 1 && lists.size[0] != p.batch) || !shared || lists.size[2] != rows) {
+    refuse("selection must have the shape (1 or ", p.batch, ", 1, ", p.kv_heads, " or ", p.heads, ", ", rows,
+           ", any), but its shape is ", shape_text(lists.size, lists.rank));
+  }
+  if (p.keys > INT32_MAX) refuse("selected keys are at most 2^31 - 1, but there are ", p.keys);
+  check_lists(lists, (p.keys + keys - 1) / keys);
+  // Lists without numbers have no memory, but they hide all keys.
+  static constexpr int32_t kNothing = -1;
+  p.selection.lists = lists.data != nullptr ? static_cast<const int32_t*>(lists.data) : &kNothing;
+  p.selection.rows = rows;
+  p.selection.longest = lists.size[3];
+  p.selection.query_size = queries;
+  p.selection.key_size = keys;
+  p.selection.heads_per_list = heads > 0 ? std::max<int64_t>(p.heads / heads, 1) : 1;
+  p.selection.stride[1] = heads == 1 ? 0 : rows * lists.size[3];
+  p.selection.stride[0] = lists.size[0] == 1 ? 0 : heads * rows * lists.size[3];
+}
+
+void sorted_selection(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle handle = stack.tensor();
+  const int64_t blocks = stack.integer();
+  const Input given = inspect("indices", handle);
+  if (!on_host(given.device)) refuse("sorted_selection is for tensors of the CPU");
+  check_rank(given, 4);
+  const bool narrow = given.dtype_code == dtype_codes().int32;
+  if (!narrow && given.dtype_code != dtype_codes().int64) {
+    refuse("indices must be int32 or int64, but they are ", dtype_text(given.dtype_code));
+  }
+  if (blocks < 0 || blocks > INT32_MAX) refuse("there cannot be ", blocks, " keys or blocks to select");
+  Output lists = allocate_int32("the sorted selection",
+                                {given.size[0], given.size[1], given.size[2], given.size[3]}, given.device);
+  auto* to = static_cast<int32_t*>(lists.data);
+  Sorter sorter(blocks);
+  const int64_t count = given.size[3];
+  for (int64_t b = 0; b < given.size[0] && count > 0; ++b) {
+    for (int64_t h = 0; h < given.size[1]; ++h) {
+      for (int64_t row = 0; row < given.size[2]; ++row, to += count) {
+        const int64_t at = b * given.stride[0] + h * given.stride[1] + row * given.stride[2];
+        if (narrow) {
+          sorter.sort(static_cast<const int32_t*>(given.data) + at, given.stride[3], count, blocks, to);
+        } else {
+          sorter.sort(static_cast<const int64_t*>(given.data) + at, given.stride[3], count, blocks, to);
+        }
+      }
+    }
+  }
+  stack.put(lists.handle);
+}
+
+}  // namespace selfattn::ops
