@@ -34,6 +34,7 @@ ELSEWHERE = {
     "simt_forward_float32.cu": "of a build, from the table in selfattn_ext/build/sources.py",
     "path/to/the/test.py": "an example",
     "kernel.cu": "the user's, in an example",
+    "llama.cpp": "another project",
 }
 
 

@@ -249,3 +249,13 @@ def test_generate_with_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     printed = capsys.readouterr().out
     assert printed.count("one pass over the texts chooses the same tokens") == 3
     assert f"34 tokens for each in {wide.steps} steps, with trees of 10 tokens" in printed
+
+
+@pytest.mark.cpu_only("the example computes on the CPU alone")
+def test_train_block_selector(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """What the trained selector chooses comes closest to all keys."""
+    small = ["--context", "128", "--warm-up", "100", "--steps", "40", "--rate", "1e-2", "--selected", "3"]
+    found = runpy.run_path(str(EXAMPLES / "train_block_selector.py"))["main"](small)
+    assert found["all keys"] < 0.1
+    assert found["all keys"] < found["selector"] < 0.8 * min(found["most recent"], found["by chance"])
+    assert_printed(capsys, "a text: ", "selector     step    39", "with 3 of 8 blocks per query")
