@@ -9,7 +9,6 @@ For transformers 4.57 and newer. docs/transformers.md tells which models take it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..collecting import keep, request_for
 from ..functional import scaled_dot_product_attention
+from ..sparse import sparse_attention
 from . import transformers_paged, transformers_support
 from .positional_mask import LazyMask
 from .transformers_masks import attention_mask as mask_function
@@ -119,10 +119,10 @@ def attention_forward(
         sinks: (B, H, L, 1), such a logit for every query.
         position_bias: broadcastable to (B, H, L, S), added to the scores, as in T5.
         head_mask: broadcastable to (1, H, 1, 1), factors of the weights (4.57).
-        indices: (B, L, K), the keys that each query sees among those that the mask shows; -1 stands for no
-            key, and a key that is named twice counts once.
+        indices: (B, L, K), the keys that each query sees among those that the mask shows, as
+            :func:`selfattn_ext.sparse_attention` takes them: their places in the cache, -1 for none.
         block_indices: (B, G, L, K), the same by blocks of ``module.indexer.block_size`` keys, for G groups of
-            neighbouring query heads.
+            neighbouring query heads, where G divides H.
         cache: the cache of continuous batching before transformers 5.24, which is refused.
         output_attentions: whether the weights are asked for.
         others: arguments of continuous batching, transformers' ``PagedAttentionArgs``, with which the tokens
@@ -135,7 +135,7 @@ def attention_forward(
     Raises:
         ValueError: for ``cache``, ``block_indices`` of a layer that says no block size, a ``head_mask`` of
             another shape, an argument that continuous batching cannot have, and as
-            :func:`selfattn_ext.scaled_dot_product_attention` does.
+            :func:`selfattn_ext.scaled_dot_product_attention` and :func:`selfattn_ext.sparse_attention` do.
 
     Example:
         >>> from selfattn_ext.integrations.transformers import attention_forward
@@ -188,19 +188,19 @@ def attention_forward(
             is_causal = not transformers_support.makes_masks(module) and getattr(module, "is_causal", True)
         # The comparison comes first, as torch.compile would make an object of its own of one at the end.
         options["is_causal"] = query.shape[2] > 1 and bool(is_causal)
-    for chosen in _chosen_keys(module, indices, block_indices, keys, query.shape[1]):
-        visible = chosen if visible is None else visible & chosen
 
     weights_wanted = bool(output_attentions) or weights_are_wanted(module)
     request = request_for(module)
     share_of = sinks
     if s_aux is not None and weights_wanted and transformers_support.keeps_sinks_out_of_weights(module):
         share_of, s_aux = s_aux.view(-1, 1, 1), None
-    results = scaled_dot_product_attention(
+    selection = _selection(module, indices, block_indices, query.shape[1], key.shape[1])
+    attention: Any = sparse_attention if selection else scaled_dot_product_attention
+    results = attention(
         query,
         key,
         value,
-        _combined(visible, bias, keys),
+        attn_mask=_combined(visible, bias, keys),
         dropout_p=dropout,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -210,6 +210,7 @@ def attention_forward(
         return_lse=share_of is not None,
         return_aux=request,
         **options,
+        **selection,
     )
     if request is not None:
         *results, found = results
@@ -239,12 +240,13 @@ def _combined(visible: Tensor | None, bias: Tensor | None, keys: int) -> Tensor 
     return bias if visible is None else torch.where(visible, bias, -torch.inf)
 
 
-def _chosen_keys(
-    module: Any, indices: Tensor | None, block_indices: Tensor | None, keys: int, heads: int
-) -> Iterator[Tensor]:
-    """The keys that ``indices`` and ``block_indices`` show, each as a bool mask (B, 1 | H, L, S)."""
+def _selection(
+    module: Any, indices: Tensor | None, block_indices: Tensor | None, heads: int, kv_heads: int
+) -> dict[str, Any]:
+    """The keys that a layer selects, as arguments of sparse_attention; none if it selects none."""
+    selection: dict[str, Any] = {}
     if indices is not None:
-        yield _listed(indices, keys).unsqueeze(1)
+        selection["indices"] = indices.unsqueeze(1)
     if block_indices is not None:
         size = getattr(getattr(module, "indexer", None), "block_size", None)
         if size is None:
@@ -252,16 +254,11 @@ def _chosen_keys(
                 "block_indices need the number of keys of a block, module.indexer.block_size, which "
                 f"{type(module).__name__} does not have"
             )
-        shown = _listed(block_indices, -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
-        yield shown.repeat_interleave(heads // shown.shape[1], 1)
-
-
-def _listed(indices: Tensor, count: int) -> Tensor:
-    """Indices (..., K), whose negative ones stand for nothing, as bools (..., count)."""
-    # Negative indices go into a column that is cut off.
-    places = torch.where(indices < 0, count, indices).long()
-    shown = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
-    return shown.scatter(-1, places, True)[..., :count]
+        groups = block_indices.shape[1]
+        if groups not in (1, kv_heads):
+            block_indices = block_indices.repeat_interleave(heads // groups, 1)
+        selection |= {"block_indices": block_indices, "block_size": size}
+    return selection
 
 
 def _head_factor(head_mask: Tensor, heads: int) -> Tensor:

@@ -28,6 +28,7 @@ from ..arguments import (
     prepare,
     selected,
     shapes,
+    split_blocks,
 )
 from ..attend import attend, with_gradients
 from .selection import Selection, check, selection_of
@@ -104,6 +105,7 @@ def sparse_attention(
         >>> sparse_attention(query, key, value, block_indices=blocks, block_size=64, is_causal=True).shape
         torch.Size([1, 2, 256, 64])
     """
+    split_blocks.refuse("sparse_attention")
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
         query_offset, return_weights, return_lse, return_aux,

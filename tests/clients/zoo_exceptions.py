@@ -42,6 +42,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {f"<|extra_{i}|>": i for i in range(200, 202)} | {"<image>": 199}},
     "falcon_h1": {**_HYBRID, "mamba_d_ssm": 128},
     "gemma3n_text": _GEMMA_3N,
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 8},
     "granite4_vision": {
@@ -55,6 +56,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lightglue": {"depth_confidence": -1.0, "width_confidence": -1.0, "filter_threshold": 0.0},
+    "longcat_flash": {"qk_head_dim": 32},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
     "mimi": {"upsample_groups": 64},
     "mimi_decoder": {"upsample_groups": 64},

@@ -160,6 +160,7 @@ def block_calls() -> dict[str, tuple[Call, str]]:
         "attention_weights": (lambda: selfattn_ext.attention_weights(X, X), "weights cannot be split"),
         "attention_scores": (lambda: selfattn_ext.attention_scores(X, X), "attention_scores cannot be split"),
         "masked_softmax": (lambda: selfattn_ext.masked_softmax(X), "masked_softmax cannot be split"),
+        "sparse": (lambda: selfattn_ext.sparse_attention(X, X, X), "sparse_attention cannot be split"),
         "flex": (lambda: selfattn_ext.flex_attention(X, X, X), "flex_attention cannot be split"),
         "torch's flex": (torchs_flex, "flex_attention cannot be split"),
         "caches": (
