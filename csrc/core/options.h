@@ -39,12 +39,12 @@ enum class Option : uint8_t {
 
 // Returns the option's name in the operators' schema.
 constexpr const char* name_of(Option option) {
-  constexpr const char* kNames[] = {
-      "attn_mask",    "mask_shapes",           "alibi_slopes",   "sinks",
-      "dropout_p",    "is_causal or a window", "query_offset",   "softcap",
-      "cu_seqlens_q", "cu_seqlens_k",          "seqlens_k",      "query_offsets",
-      "block_table",  "batch_invariant",       "score_function", "block_map",
-      "selection"};
+  constexpr const char* kNames[] = {"attn_mask",    "mask_shapes",     "alibi_slopes",
+                                    "sinks",        "dropout_p",       "is_causal or a window",
+                                    "query_offset", "softcap",         "cu_seqlens_q",
+                                    "cu_seqlens_k", "seqlens_k",       "query_offsets",
+                                    "block_table",  "batch_invariant", "score_function",
+                                    "block_map",    "selection"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<size_t>(Option::kCount), "one name each");
   return kNames[static_cast<int>(option)];
 }
