@@ -80,8 +80,8 @@ inline void compare(const Buffer& got, const Buffer& expected, double limit, con
 
 // A kernel may return a number up to 8 below a row's maximum instead of it, if its sum is relative to the
 // same number: together they give the logarithm of the sum of exponentials.
-template <class Results>
-void compare_statistics(const Results& got, const Results& expected, double limit, const std::string& what) {
+template <class Results, class Expected>
+void compare_statistics(const Results& got, const Expected& expected, double limit, const std::string& what) {
   CHECK_FOR(got.row_max.margins_untouched() && got.row_sum.margins_untouched(), what);
   for (int64_t n = 0; n < got.row_max.count(); ++n) {
     const double most = got.row_max.get(n), exact = expected.row_max.get(n);
