@@ -147,6 +147,8 @@ TEST(selected_keys_agree_with_the_loops_and_a_mask) {
     for (const DType dtype : test::kDTypes) {
       for (const Options& options : option_sets()) {
         AttentionCase c(dtype, kind.shape, options, kind.shape.heads > 2);
+        // A score of 1000 is rounded by more than the tolerance of float, so slopes are small.
+        for (int64_t n = 0; n < c.slopes.count(); ++n) c.slopes.set(n, c.slopes.get(n) / 16);
         AttentionCase wide = with_mask(c, lists);
         const AttentionResults expected(cpu::kLoops, wide, pool);
         const auto expected_list = expected.all(options);
