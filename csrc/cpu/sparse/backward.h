@@ -13,8 +13,8 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// What the backward has of each row before it begins: delta, and if T is not the tensors' type the sums of
-// dQ.
+// The backward computes delta of each row before it begins. It also keeps the sums of dQ here if T is not the
+// tensors' type.
 template <class P>
 struct SelectedWorkspace {
   using T = Scalar<P>;
