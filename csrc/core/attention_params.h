@@ -135,10 +135,11 @@ struct AttentionParams {
   int64_t rows_per_head = 0;
   int64_t keys_per_head = 0;
 
-  // It changes scores once they are scaled, capped and sloped; mask and windows come after it.
-  ScoreFunction function;
-
   Selection selection;
+
+  // It changes scores once they are scaled, capped and sloped; mask and windows come after it. It stays last:
+  // a launch on a GPU writes the function's arguments behind these parameters.
+  ScoreFunction function;
 
   // Returns the place of a query in arrays of row statistics.
   SELFATTN_HOST_DEVICE int64_t row(int64_t batch_index, int64_t head, int64_t query_index) const {

@@ -5,9 +5,11 @@
 
 #include "../common/grid.cuh"
 #if !defined(__CUDACC_RTC__)
+#include <cstddef>
 #include <tuple>
 #include <vector>
 
+#include "../../core/attention_params.h"
 #include "function_kernels.h"
 #endif
 
@@ -23,6 +25,9 @@ void launch_with_function(const ScoreFunction&, void (*kernel)(Parameters...), d
 }
 
 #else
+
+static_assert(offsetof(AttentionParams, function) + sizeof(ScoreFunction) == sizeof(AttentionParams),
+              "the function's arguments follow the parameters");
 
 // Launches `kernel` with a function. The function's arguments follow the bytes of the first argument, which
 // is AttentionParams or ends with it.
