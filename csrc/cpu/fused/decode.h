@@ -64,7 +64,7 @@ struct DecodeTask {
         runs(divide_up(chunks, item_chunks)),
         softmax(states.take<RowSoftmax<T>>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
-        queries_size(Products::queries_size(p)),
+        queries_size(Products::queries_size(p, rows_per_kv_head())),
         out_stride(round_up_to_vector<T>(p.value_dim)),
         sums_stride(round_up(p.value_dim, 32)) {}
 
@@ -111,7 +111,8 @@ struct DecodeTask {
     const int64_t run_of_chunks = heads_inside(p) ? in_batch / parts : in_batch % runs;
     const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / runs) * item_heads;
     for (int64_t i = 0; i < item_heads; ++i) {
-      Products::load_queries(p, batch, (kv_head + i) * group, s.query + i * queries_size);
+      Products::load_queries(p, {batch, (kv_head + i) * group, group, 0, p.queries},
+                             s.query + i * queries_size);
     }
     const int64_t first = run_of_chunks * item_chunks;
     const int64_t end = smaller(first + item_chunks, chunks);

@@ -228,16 +228,16 @@ struct FewQueryProducts<TilePairs> {
   static int64_t sums_rows(int64_t rows) { return rows < kRowsOfTile ? rows : padded_rows(rows); }
 
   // The layout of queries is [16 queries][32 elements][pair][query].
-  static int64_t queries_size(const AttentionParams& p) {
-    return padded_rows(p.heads / p.kv_heads * p.queries) * padded_depth(p.head_dim);
+  static int64_t queries_size(const AttentionParams& p, int64_t rows) {
+    return padded_rows(rows) * padded_depth(p.head_dim);
   }
-  static void load_queries(const AttentionParams& p, int64_t batch, int64_t first_head, Query* to) {
+  static void load_queries(const AttentionParams& p, const FewQueries& some, Query* to) {
     const int64_t depth = padded_depth(p.head_dim);
-    memset(to, 0, static_cast<size_t>(queries_size(p)) * sizeof(Query));
+    memset(to, 0, static_cast<size_t>(queries_size(p, some.rows())) * sizeof(Query));
     int64_t lane = 0;
-    for (int64_t head = first_head; head < first_head + p.heads / p.kv_heads; ++head) {
-      for (int64_t i = 0; i < p.queries; ++i, ++lane) {
-        const auto* from = static_cast<const uint16_t*>(p.query.data) + p.query.offset(batch, head, i);
+    for (int64_t head = some.head; head < some.head + some.heads; ++head) {
+      for (int64_t i = some.query; i < some.query + some.queries; ++i, ++lane) {
+        const auto* from = static_cast<const uint16_t*>(p.query.data) + p.query.offset(some.batch, head, i);
         Query* tiles = to + lane / kRowsOfTile * kRowsOfTile * depth + lane % kRowsOfTile * 2;
         for (int64_t e = 0; e < p.head_dim; ++e) tiles[e / 2 * 32 + e % 2] = from[e];
       }

@@ -134,14 +134,15 @@ struct FewQueryProducts<VectorPairs> {
   static constexpr int64_t kStepKeys = 2, kSpareRows = 0;
   static int64_t sums_rows(int64_t rows) { return rows; }
 
-  static int64_t queries_size(const AttentionParams& p) {
-    return p.heads / p.kv_heads * p.queries * padded_query<StoredPairs>(p.head_dim);
+  static int64_t queries_size(const AttentionParams& p, int64_t rows) {
+    return rows * padded_query<StoredPairs>(p.head_dim);
   }
-  static void load_queries(const AttentionParams& p, int64_t batch, int64_t first_head, Query* to) {
-    const int64_t size = padded_query<StoredPairs>(p.head_dim);
-    for (int64_t head = first_head; head < first_head + p.heads / p.kv_heads; ++head) {
-      const auto* from = static_cast<const uint16_t*>(p.query.data) + p.query.offset(batch, head, 0);
-      for (int64_t i = 0; i < p.queries; ++i, to += size, from += p.query.stride[2]) {
+  static void load_queries(const AttentionParams& p, const FewQueries& some, Query* to) {
+    const int64_t size = queries_size(p, 1);
+    for (int64_t head = some.head; head < some.head + some.heads; ++head) {
+      const auto* from =
+          static_cast<const uint16_t*>(p.query.data) + p.query.offset(some.batch, head, some.query);
+      for (int64_t i = 0; i < some.queries; ++i, to += size, from += p.query.stride[2]) {
         memcpy(to, from, static_cast<size_t>(p.head_dim) * sizeof(Query));
         memset(to + p.head_dim, 0, static_cast<size_t>(size - p.head_dim) * sizeof(Query));
       }

@@ -9,6 +9,8 @@ namespace selfattn::cpu::SELFATTN_ISA {
 struct VectorPairs {};
 struct TilePairs {};
 template <>
+constexpr bool kDirect<VectorPairs> = false;
+template <>
 struct ScalarOf<VectorPairs> {
   using type = float;
 };

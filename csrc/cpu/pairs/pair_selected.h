@@ -3,6 +3,7 @@
 
 #include "pair_passes.h"
 
+#include "decode_by_vectors.h"
 #include "gradients_of_pairs.h"
 
 #include "../sparse/backward.h"
@@ -19,6 +20,8 @@ inline bool selects_by_pairs(const AttentionParams& p) {
 }
 
 void pair_selected_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
+  // As in decoding, few heads need nothing converted.
+  if (goes_by_rows(p) && decodes_pairs(p)) return selected_forward_by_rows<VectorPairs>(p, o, pool);
   if (!selects_by_pairs(p)) return kFusedAvx512.selected_forward(p, o, pool);
   selected_forward<Pairs>(p, o, pool);
 }

@@ -20,15 +20,15 @@ struct FewQueryProducts {
   // Rows of sums that the rows of a kv head take.
   static int64_t sums_rows(int64_t rows) { return rows; }
   // Elements that the queries of a kv head take.
-  static int64_t queries_size(const AttentionParams& p) {
-    return p.heads / p.kv_heads * p.queries * round_up_to_vector<P>(p.head_dim);
+  static int64_t queries_size(const AttentionParams& p, int64_t rows) {
+    return rows * round_up_to_vector<P>(p.head_dim);
   }
-  // Loads scale * Q of the heads that read one kv head.
-  static void load_queries(const AttentionParams& p, int64_t batch, int64_t first_head, Query* to) {
-    for (int64_t head = first_head; head < first_head + p.heads / p.kv_heads; ++head) {
-      load_rows<P>(to, element(p.query.data, p.dtype, p.query.offset(batch, head, 0)), p.dtype,
-                   p.query.stride[2], p.queries, p.head_dim, static_cast<P>(p.scale));
-      to += p.queries * round_up_to_vector<P>(p.head_dim);
+  // Loads scale * Q.
+  static void load_queries(const AttentionParams& p, const FewQueries& some, Query* to) {
+    for (int64_t head = some.head; head < some.head + some.heads; ++head) {
+      load_rows<P>(to, element(p.query.data, p.dtype, p.query.offset(some.batch, head, some.query)), p.dtype,
+                   p.query.stride[2], some.queries, p.head_dim, static_cast<P>(p.scale));
+      to += queries_size(p, some.queries);
     }
   }
   static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,

@@ -86,6 +86,12 @@ constexpr int64_t kLineElements = kLine / static_cast<int64_t>(sizeof(typename S
 template <class Stored>
 constexpr int kVecsOfLine = static_cast<int>(kLineElements<Stored>) / Stored::kElements;
 
+// Neighbouring queries of neighbouring heads, which read one kv head.
+struct FewQueries {
+  int64_t batch, head, heads, query, queries;
+  int64_t rows() const { return heads * queries; }
+};
+
 // A line is prefetched this far ahead: about as much as is under way between memory and a core at once.
 constexpr int64_t kBytesAhead = kFetchInto == 3 ? 8192 : 32768;
 

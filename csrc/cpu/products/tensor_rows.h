@@ -211,6 +211,12 @@ void load_padded_row(T* dst, const void* src, DType dtype, int64_t columns, T fa
   using S = Simd<T>;
   const auto scale = S::set(factor);
   int64_t column = 0;
+  if (dtype == dtype_of<T>()) {
+    const T* numbers = static_cast<const T*>(src);
+    for (; column + S::kWidth <= columns; column += S::kWidth) {
+      S::store(dst + column, S::mul(S::load(numbers + column), scale));
+    }
+  }
   if constexpr (sizeof(T) == 4) {
     const uint16_t* bits = static_cast<const uint16_t*>(src);
     if (dtype == DType::kBFloat16) {

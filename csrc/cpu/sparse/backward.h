@@ -269,11 +269,11 @@ class SelectedBackward {
     for (int64_t query = unit.first; query < unit.end; ++query) {
       const KeyRange visible = visible_keys(p, query, query);
       const KeyRange range{larger(keys.begin, visible.begin), smaller(keys.end, visible.end)};
-      const int32_t* list = list_of(p, s.rows.batch, unit.head, query);
       for (int64_t head = unit.head; head < unit.head + unit_heads; head += kLanes<P>) {
         const int64_t end = smaller(head + kLanes<P>, unit.head + unit_heads);
         bool begun = false;
-        for_each_tile(p, list, range, [&](const TileKeys& tile) {
+        SelectedList list = list_of(p, s.rows.batch, unit.head, query);
+        for_each_tile(p, list, range, kKeyBlock, [&](const TileKeys& tile) {
           if (!begun) {
             for (int64_t h = head; h < end; ++h) add_row(s, unit, h, query);
             s.tile.begin(p, a, s.rows, !by_blocks, workspace.deltas);

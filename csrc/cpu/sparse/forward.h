@@ -2,6 +2,7 @@
 // and those queries; otherwise of a query's heads and the keys that it sees.
 #pragma once
 
+#include "forward_rows.h"
 #include "forward_tile.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -233,7 +234,8 @@ class SelectedForward {
   void meet_query(Scratch& s, const Unit& unit, int64_t query, KeyRange keys) const {
     const int64_t kv_head = p.kv_head(unit.head);
     int64_t strips = 0;
-    for_each_tile(p, list_of(p, unit.batch, unit.head, query), keys, [&](const TileKeys& tile) {
+    SelectedList list = list_of(p, unit.batch, unit.head, query);
+    for_each_tile(p, list, keys, kKeyBlock, [&](const TileKeys& tile) {
       for (int64_t head = unit.head + strips * kLanes<P>; head < unit.end_head; head += kLanes<P>) {
         OpenStrip& open = s.open[strips++];
         open.rows.begin(unit.batch, kv_head);
@@ -251,28 +253,20 @@ class SelectedForward {
   }
 
   void finish(const Scratch& s, const Unit& unit, int64_t head, int64_t query) const {
-    using S = Simd<T>;
-    const int64_t row = unit.row(head, query), place = p.row(unit.batch, head, query),
-                  at = outputs.out.offset(unit.batch, head, query);
+    const int64_t row = unit.row(head, query);
     const bool rounded = s.open[0].strip.query.rounds();
     const T sum = s.row_sum[row] == s.row_sum[row] && rounded ? s.used_sum[row] : s.row_sum[row];
     const T one = rounded && p.dropout.enabled ? keep_scale<T>(p.dropout) : T(1);
-    const auto inverse = S::set(sum == T(0) ? T(0) : one / sum);
-    static_cast<T*>(outputs.row_max)[place] = s.row_max[row];
-    static_cast<T*>(outputs.row_sum)[place] = s.row_sum[row];
-    const T* const sums = s.out.data + row * s.out.stride;
-    for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
-      store_with_residual<T>(outputs.out.data, outputs.out_residual, p.dtype, at + e,
-                             smaller(p.value_dim - e, S::kWidth), S::mul(S::load(sums + e), inverse));
-    }
-    if (!all_finite(sums, s.out.stride, 1, p.value_dim)) {
-      mend_selected<T>(p, outputs, unit.batch, head, query);
-    }
+    store_selected(p, outputs, unit.batch, head, query, s.row_max[row], s.row_sum[row],
+                   sum == T(0) ? T(0) : one / sum, s.out.data + row * s.out.stride);
   }
 };
 
 template <class P>
 void selected_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+  if constexpr (kDirect<P>) {
+    if (goes_by_rows(p)) return selected_forward_by_rows<P>(p, outputs, pool);
+  }
   const SelectedForward<P> task(p, outputs, pool.threads);
   for_each_item(pool, task.items(), task, Items::kIndependent);
 }

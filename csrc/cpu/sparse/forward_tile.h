@@ -52,26 +52,41 @@ void forward_tile(const AttentionParams& p, ForwardStrip<P>& strip, const TileRo
 }
 
 // Calls visit(keys) for the tiles of the keys in a range that a list of selected blocks holds, in order.
+// Tiles have `most` keys, the last one fewer. Afterwards the list begins with the blocks that may have later
+// keys.
 template <class Visit>
-void for_each_tile(const AttentionParams& p, const int32_t* list, KeyRange range, const Visit& visit) {
+void for_each_tile(const AttentionParams& p, SelectedList& list, KeyRange range, int64_t most,
+                   const Visit& visit) {
   const int64_t size = p.selection.key_size;
+  if (range.begin >= range.end) return;
+  list.skip_below(range.begin / size);
   TileKeys keys;
-  const int32_t* const end_of_list = list + p.selection.longest;
-  for (const int32_t* block = first_from(p.selection, list, range.begin / size);
-       block != end_of_list && *block >= 0 && *block * size < range.end; ++block) {
+  if (size == 1) {  // the list holds the keys themselves
+    for (int64_t left = list.count_below(range.end); left > 0; left -= keys.count) {
+      keys.count = smaller(most, left);
+      for (int64_t i = 0; i < keys.count; ++i) keys.key[i] = list.next[i];
+      list.next += keys.count;
+      visit(keys);
+    }
+    return;
+  }
+  const int32_t* const end_of_blocks = list.next + list.count_below(divide_up(range.end, size));
+  for (const int32_t* block = list.next; block != end_of_blocks; ++block) {
     const int64_t end = smaller((*block + int64_t{1}) * size, range.end);
     for (int64_t key = larger(*block * size, range.begin); key < end; ++key) {
       keys.key[keys.count++] = key;
-      if (keys.count < kKeyBlock) continue;
+      if (keys.count < most) continue;
       visit(keys);
       keys.count = 0;
     }
   }
   if (keys.count > 0) visit(keys);
+  list.skip_below(range.end / size);
 }
 
-inline const int32_t* list_of(const AttentionParams& p, int64_t batch, int64_t head, int64_t query) {
-  return p.selection.row(batch, head, query / p.selection.query_size);
+inline SelectedList list_of(const AttentionParams& p, int64_t batch, int64_t head, int64_t query) {
+  const int32_t* const first = p.selection.row(batch, head, query / p.selection.query_size);
+  return {first, first + p.selection.longest};
 }
 
 // Computes the elements that are not finite in a query's output once more, from the statistics of its row,
@@ -99,7 +114,8 @@ SELFATTN_OUT_OF_LINE void mend_selected(const AttentionParams& p, const ForwardO
     scratch.scale[lane] = sum == T(0) ? T(0) : T(1) / sum;
   }
   T* const weights = scratch.weights.block;
-  for_each_tile(p, list_of(p, batch, head, query), visible_keys(p, query, query), [&](const TileKeys& keys) {
+  SelectedList list = list_of(p, batch, head, query);
+  for_each_tile(p, list, visible_keys(p, query, query), kKeyBlock, [&](const TileKeys& keys) {
     const Shown shown = load_bias<T>(p, rows, keys, scratch.block.mask);
     if (shown == Shown::kNothing) return;
     scratch.load(p, batch, rows.kv_head, keys);
@@ -114,6 +130,21 @@ SELFATTN_OUT_OF_LINE void mend_selected(const AttentionParams& p, const ForwardO
                         {strip.out_t}, scratch.visible);
   });
   replace_not_finite(p, outputs, outputs.out.offset(batch, head, query), strip.out_t);
+}
+
+// Writes a query's results: its statistics, and its sums times `factor`.
+template <class T>
+void store_selected(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch, int64_t head,
+                    int64_t query, T row_max, T row_sum, T factor, const T* sums) {
+  using S = Simd<T>;
+  const int64_t row = p.row(batch, head, query), at = outputs.out.offset(batch, head, query);
+  static_cast<T*>(outputs.row_max)[row] = row_max;
+  static_cast<T*>(outputs.row_sum)[row] = row_sum;
+  for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
+    store_with_residual<T>(outputs.out.data, outputs.out_residual, p.dtype, at + e,
+                           smaller(p.value_dim - e, S::kWidth), S::mul(S::load(sums + e), S::set(factor)));
+  }
+  if (!all_finite(sums, 0, 1, p.value_dim)) mend_selected<T>(p, outputs, batch, head, query);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

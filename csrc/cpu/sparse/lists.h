@@ -36,11 +36,22 @@ struct InverseLists {
   const int32_t* end_of(int64_t block) const { return rows.data() + end[block + 1]; }
 };
 
-// Returns the first number of a list that is not below `least`, or its end.
-inline const int32_t* first_from(const Selection& selection, const int32_t* list, int64_t least) {
-  return std::partition_point(list, list + selection.longest,
-                              [&](int32_t number) { return number >= 0 && number < least; });
-}
+// A list of selected blocks, without those that a walk through it in ascending order has left behind. A query
+// goes through its list in many short ranges, so places are searched from where the last range ended.
+struct SelectedList {
+  const int32_t *next, *end;
+
+  // Returns how many of the next numbers are below `limit`. Those that are not there, -1, are not.
+  int64_t count_below(int64_t limit) const {
+    constexpr int64_t kStep = 16;
+    const auto is_below = [&](int32_t number) { return static_cast<uint32_t>(number) < limit; };
+    const int32_t* at = next;
+    while (end - at >= kStep && is_below(at[kStep - 1])) at += kStep;
+    while (at != end && is_below(*at)) ++at;
+    return at - next;
+  }
+  void skip_below(int64_t limit) { next += count_below(limit); }
+};
 
 inline int64_t blocks_of(const AttentionParams& p) { return divide_up(p.keys, p.selection.key_size); }
 

@@ -26,8 +26,9 @@ struct TileRows {
 
 // The keys of a tile, ascending.
 struct TileKeys {
+  static constexpr int64_t kMost = 2 * kKeyBlock;  // of tiles of rows; those of strips have kKeyBlock
   int64_t count = 0;
-  int64_t key[kKeyBlock];
+  int64_t key[kMost];
 
   static TileKeys neighbours(int64_t first, int64_t count) {
     TileKeys keys;
@@ -45,15 +46,27 @@ RowSource copied(const AttentionParams& p, const View& view, int64_t count, int6
   using T = Scalar<P>;
   constexpr int64_t kAhead = 8;
   const int64_t bytes = columns * size_of(p.dtype), padded = round_up_to_vector<T>(columns);
+  const bool converts = kDirect<P> && p.dtype != dtype_of<T>();
   const auto row = [&](int64_t n) {
     return static_cast<const char*>(element(view.data, p.dtype, offset_of(n)));
   };
-  for (int64_t n = 0; n < count; ++n) {
-    if (n + kAhead < count) prefetch_block(row(n + kAhead), 0, 1, bytes);
-    if constexpr (kDirect<P>) {
-      load_padded_row<T>(reinterpret_cast<T*>(to) + n * padded, row(n), p.dtype, columns, T(1));
-    } else {
-      memcpy(to + n * bytes, row(n), static_cast<size_t>(bytes));
+  if (!converts && bytes % kLine == 0) {  // a call for each row would cost more than its lines
+    char* end = to;
+    for (int64_t n = 0; n < count; ++n, end += bytes) {
+      const char *from = row(n), *ahead = row(smaller(n + kAhead, count - 1));
+      for (int64_t at = 0; at < bytes; at += kLine) {
+        __builtin_prefetch(ahead + at);
+        memcpy(end + at, from + at, kLine);
+      }
+    }
+  } else {
+    for (int64_t n = 0; n < count; ++n) {
+      if (n + kAhead < count) prefetch_block(row(n + kAhead), 0, 1, bytes);
+      if constexpr (kDirect<P>) {
+        load_padded_row<T>(reinterpret_cast<T*>(to) + n * padded, row(n), p.dtype, columns, T(1));
+      } else {
+        memcpy(to + n * bytes, row(n), static_cast<size_t>(bytes));
+      }
     }
   }
   if constexpr (kDirect<P>) return {to, dtype_of<T>(), padded, count, columns};
@@ -82,23 +95,53 @@ RowSource gathered(const AttentionParams& p, int64_t batch, int64_t kv_head, con
   if (keys.are_neighbours()) {
     return row_source(view, p.dtype, batch, kv_head, keys.key[0], keys.count, columns);
   }
-  return copied<P>(p, view, keys.count, columns, to,
-                   [&](int64_t j) { return view.offset(batch, kv_head, keys.key[j]); });
+  const int64_t first = view.offset(batch, kv_head, 0), step = view.stride[2];
+  return copied<P>(p, view, keys.count, columns, to, [&](int64_t j) { return first + keys.key[j] * step; });
 }
 
 enum class Shown { kNothing, kSome, kAll };
 
-// Fills bias[j][lane] with what slopes and mask add to a tile's scores, -inf where mask or windows hide one.
-// It leaves the bias as it is if it returns kAll: then all scores are seen and stay as they are.
+// Whether a query sees all keys of a tile, with scores that nothing is added to.
+inline bool sees_whole_tile(const AttentionParams& p, int64_t query, const TileKeys& keys) {
+  if (p.mask.data != nullptr || p.alibi_slopes.data != nullptr) return false;
+  const KeyRange range = visible_keys(p, query, query);
+  return range.begin <= keys.key[0] && range.end > keys.key[keys.count - 1];
+}
+
+// Fills bias[j * step] with what slopes and mask add to a query's scores, -inf where mask or windows hide
+// one. Returns whether any is seen.
+template <class T>
+bool load_row_bias(const AttentionParams& p, int64_t batch, int64_t head, int64_t query, const TileKeys& keys,
+                   T* bias, int64_t step) {
+  constexpr T kHidden = -std::numeric_limits<T>::infinity();
+  const bool masked = p.mask.data != nullptr, sloped = p.alibi_slopes.data != nullptr;
+  const int64_t position = query + p.query_offset;
+  const KeyRange range = visible_keys(p, query, query);
+  const T slope = sloped ? head_scalar<T>(p.alibi_slopes, batch, head) : T(0);
+  const void* mask = masked ? element(p.mask.data, p.mask.dtype, p.mask.offset(batch, head, query)) : nullptr;
+  bool shown = false;
+  for (int64_t j = 0; j < keys.count; ++j) {
+    const int64_t key = keys.key[j];
+    T sum = kHidden;
+    if (key >= range.begin && key < range.end) {
+      const T added = masked ? mask_bias<T>(mask, p.mask.dtype, key * p.mask.stride[3]) : T(0);
+      const T far = static_cast<T>(position < key ? key - position : position - key);
+      sum = added == kHidden || !sloped ? added : added - slope * far;
+    }
+    shown |= sum != kHidden;
+    bias[j * step] = sum;
+  }
+  return shown;
+}
+
+// Fills bias[j][lane] with the bias of each row. It leaves the bias as it is if it returns kAll: then all
+// scores are seen and stay as they are.
 template <class P>
 Shown load_bias(const AttentionParams& p, const TileRows<P>& rows, const TileKeys& keys, Scalar<P>* bias) {
   using T = Scalar<P>;
-  constexpr T kHidden = -std::numeric_limits<T>::infinity();
-  const bool masked = p.mask.data != nullptr, sloped = p.alibi_slopes.data != nullptr;
-  bool whole = !masked && !sloped;
+  bool whole = true;
   for (int64_t lane = 0; whole && lane < rows.count; ++lane) {
-    const KeyRange range = visible_keys(p, rows.query[lane], rows.query[lane]);
-    whole = range.begin <= keys.key[0] && range.end > keys.key[keys.count - 1];
+    whole = sees_whole_tile(p, rows.query[lane], keys);
   }
   if (whole) return Shown::kAll;
   bool shown = false;
@@ -107,22 +150,7 @@ Shown load_bias(const AttentionParams& p, const TileRows<P>& rows, const TileKey
       for (int64_t j = 0; j < keys.count; ++j) bias[j * kLanes<P> + lane] = T(0);
       continue;
     }
-    const int64_t head = rows.head[lane], query = rows.query[lane], position = query + p.query_offset;
-    const KeyRange range = visible_keys(p, query, query);
-    const T slope = sloped ? head_scalar<T>(p.alibi_slopes, rows.batch, head) : T(0);
-    const void* mask =
-        masked ? element(p.mask.data, p.mask.dtype, p.mask.offset(rows.batch, head, query)) : nullptr;
-    for (int64_t j = 0; j < keys.count; ++j) {
-      const int64_t key = keys.key[j];
-      T sum = kHidden;
-      if (key >= range.begin && key < range.end) {
-        const T added = masked ? mask_bias<T>(mask, p.mask.dtype, key * p.mask.stride[3]) : T(0);
-        const T far = static_cast<T>(position < key ? key - position : position - key);
-        sum = added == kHidden || !sloped ? added : added - slope * far;
-      }
-      shown |= sum != kHidden;
-      bias[j * kLanes<P> + lane] = sum;
-    }
+    shown |= load_row_bias(p, rows.batch, rows.head[lane], rows.query[lane], keys, bias + lane, kLanes<P>);
   }
   return shown ? Shown::kSome : Shown::kNothing;
 }
@@ -141,27 +169,37 @@ Scalar<P> tile_scores(const AttentionParams& p, QueryStrip<P>& strip, const RowO
   return Scalar<P>(1);
 }
 
-// Fills factors[j][lane] with 0, or `kept` where dropout keeps the weight.
-template <class P>
-void tile_dropout(const Dropout& dropout, const TileRows<P>& rows, const TileKeys& keys, Scalar<P> kept,
-                  Scalar<P>* factors) {
+// Fills factors[j * step] with 0, or `kept` where dropout keeps the weight of a query and a key.
+template <class T>
+void row_dropout(const Dropout& dropout, int64_t batch, int64_t head, int64_t query, const TileKeys& keys,
+                 T kept, T* factors, int64_t step) {
   const DropoutOrigin origin = dropout_origin(dropout);
   const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
   const uint64_t threshold = dropout_threshold(dropout.probability);
-  const uint32_t batch = origin.batch + static_cast<uint32_t>(rows.batch);
-  for (int64_t lane = 0; lane < round_up(rows.count, Simd<Scalar<P>>::kWidth); ++lane) {
-    const bool is_row = lane < rows.count;
-    const uint32_t head = is_row ? origin.head + static_cast<uint32_t>(rows.head[lane]) : 0;
-    const uint32_t query = is_row ? origin.query + static_cast<uint32_t>(rows.query[lane]) : 0;
-    int64_t group = -1;
-    Philox4 random{};
-    for (int64_t j = 0; j < keys.count; ++j) {
-      if (keys.key[j] / 4 != group) {
-        group = keys.key[j] / 4;
-        random = philox(seed, origin.key_group + static_cast<uint32_t>(group), query, head, batch);
-      }
-      const bool dropped = random.word[keys.key[j] % 4] < threshold;
-      factors[j * kLanes<P> + lane] = dropped ? Scalar<P>(0) : kept;
+  int64_t group = -1;
+  Philox4 random{};
+  for (int64_t j = 0; j < keys.count; ++j) {
+    if (keys.key[j] / 4 != group) {
+      group = keys.key[j] / 4;
+      random = philox(seed, origin.key_group + static_cast<uint32_t>(group),
+                      origin.query + static_cast<uint32_t>(query), origin.head + static_cast<uint32_t>(head),
+                      origin.batch + static_cast<uint32_t>(batch));
+    }
+    factors[j * step] = random.word[keys.key[j] % 4] < threshold ? T(0) : kept;
+  }
+}
+
+// Does the same for all rows, factors[j][lane]. Lanes without a row get 0.
+template <class P>
+void tile_dropout(const Dropout& dropout, const TileRows<P>& rows, const TileKeys& keys, Scalar<P> kept,
+                  Scalar<P>* factors) {
+  using T = Scalar<P>;
+  for (int64_t lane = 0; lane < round_up(rows.count, Simd<T>::kWidth); ++lane) {
+    if (lane < rows.count) {
+      row_dropout(dropout, rows.batch, rows.head[lane], rows.query[lane], keys, kept, factors + lane,
+                  kLanes<P>);
+    } else {
+      for (int64_t j = 0; j < keys.count; ++j) factors[j * kLanes<P> + lane] = T(0);
     }
   }
 }
