@@ -16,6 +16,8 @@ struct Selection {
   int64_t longest = 0;             // numbers in a row
   int64_t query_size = 1, key_size = 1;
   int64_t heads_per_list = 1;  // so many neighbouring query heads share lists
+  // Elements of a batch whose tiles are made otherwise (goes_by_blocks) are left to another kernel.
+  enum class Tiles : uint8_t { kAny, kOfBlocks, kOfHeads } tiles = Tiles::kAny;
 
   SELFATTN_HOST_DEVICE const int32_t* row(int64_t batch, int64_t head, int64_t row_index) const {
     return lists + batch * stride[0] + head / heads_per_list * stride[1] + row_index * longest;

@@ -39,15 +39,15 @@ inline SELFATTN_HOST_DEVICE PackedRows keys_of(const AttentionParams& p, int64_t
 
 // Returns how many scores a call computes, hidden ones among them.
 inline double count_of_scores(const AttentionParams& p) {
-  if (!p.sequences.any()) {
-    const Selection& s = p.selection;
-    const bool fewer = s.lists != nullptr && s.longest < divide_up(p.keys, s.key_size);
-    const int64_t keys = fewer ? s.longest * s.key_size : p.keys;
-    return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(keys);
-  }
+  const Selection& s = p.selection;
+  const auto seen = [&](int64_t keys) {
+    const bool fewer = s.lists != nullptr && s.longest < divide_up(keys, s.key_size);
+    return static_cast<double>(fewer ? s.longest * s.key_size : keys);
+  };
+  if (!p.sequences.any()) return static_cast<double>(p.batch * p.heads * p.queries) * seen(p.keys);
   double pairs = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
-    pairs += static_cast<double>(queries_of(p, b).count) * static_cast<double>(keys_of(p, b).count);
+    pairs += static_cast<double>(queries_of(p, b).count) * seen(keys_of(p, b).count);
   }
   return pairs * static_cast<double>(p.heads);
 }
@@ -76,6 +76,16 @@ inline SELFATTN_HOST_DEVICE ScoreFunction element_of(const ScoreFunction& functi
   ScoreFunction element = function;
   element.first_batch = function.first_batch + b;
   if (function.map.blocks != nullptr) element.map.blocks = function.map.blocks + b * function.map.stride[0];
+  return element;
+}
+
+// Returns the lists of element b, whose rows are those of the queries.
+inline SELFATTN_HOST_DEVICE Selection element_of(const Selection& selection, int64_t b, bool packed,
+                                                 PackedRows queries) {
+  Selection element = selection;
+  if (selection.lists == nullptr) return element;
+  element.lists += packed ? queries.first * selection.longest : b * selection.stride[0];
+  if (packed) element.rows = queries.count;
   return element;
 }
 
@@ -129,6 +139,7 @@ inline SELFATTN_HOST_DEVICE AttentionParams element_of(const AttentionParams& p,
   element.sinks = element_of(p.sinks, b, statistics_dtype(p.dtype));
   element.dropout.first_batch = p.dropout.first_batch + b;
   element.function = element_of(p.function, b);
+  element.selection = element_of(p.selection, b, packed_queries, queries);
   if (p.sequences.query_offsets != nullptr) element.query_offset = p.sequences.query_offsets[b];
   element.sequences = Sequences{};
   return element;

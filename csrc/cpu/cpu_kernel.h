@@ -57,8 +57,9 @@ constexpr OptionSet kFusedOptions = {
     Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
 
 // Those that the passes in sparse/ apply.
-constexpr OptionSet kSelectedOptions = {Option::kSelection,   Option::kMask,    Option::kAlibiSlopes,
-                                        Option::kSinks,       Option::kDropout, Option::kWindow,
-                                        Option::kQueryOffset, Option::kSoftcap, Option::kBatchInvariant};
+constexpr OptionSet kSelectedOptions =
+    OptionSet({Option::kSelection, Option::kMask, Option::kAlibiSlopes, Option::kSinks, Option::kDropout,
+               Option::kWindow, Option::kQueryOffset, Option::kSoftcap, Option::kBatchInvariant})
+        .with(kSequenceOptions);
 
 }  // namespace selfattn::cpu

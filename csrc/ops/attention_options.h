@@ -45,8 +45,8 @@ struct Options {
   std::optional<std::vector<double>> captured_numbers;
   TensorHandle block_map;                          // (B|1,H|1,query blocks,key blocks), uint8
   std::optional<std::vector<int64_t>> block_size;  // queries and keys of a block
-  // (B|1,1|Hk|H,rows,K), int32: the lists of core/selection.h. selection_size holds the queries of a row and
-  // the keys of a block.
+  // (B|1,1|Hk|H,rows,K), int32: the lists of core/selection.h, of packed queries (1,1|Hk|H,rows,K).
+  // selection_size holds the queries of a row and the keys of a block.
   TensorHandle selection;
   std::optional<std::vector<int64_t>> selection_size;
   Name kernel_name;

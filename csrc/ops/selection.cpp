@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../core/sequences.h"
 #include "attention_arguments.h"
 #include "operators.h"
 
@@ -22,21 +23,31 @@ bool is_list(const int32_t* numbers, int64_t count, int64_t blocks) {
   return good;
 }
 
-// The lists are read on the CPU.
-void check_lists(const Input& lists, int64_t blocks) {
-  const int64_t longest = lists.size[3], rows = lists.size[0] * lists.size[1] * lists.size[2];
-  const auto* numbers = static_cast<const int32_t*>(lists.data);
-  for (int64_t row = 0; row < rows; ++row) {
-    if (is_list(numbers + row * longest, longest, blocks)) continue;
+// Checks `rows` neighbouring lists.
+void check_lists(const Selection& selection, const int32_t* first, int64_t rows, int64_t blocks) {
+  for (const int32_t* list = first; list != first + rows * selection.longest; list += selection.longest) {
+    if (is_list(list, selection.longest, blocks)) continue;
     int64_t last = -1;
-    for (int64_t i = 0; i < longest; ++i) {
-      const int64_t number = numbers[row * longest + i];
-      if (number < 0) break;
-      if (number <= last || number >= blocks) {
+    for (int64_t i = 0; i < selection.longest && list[i] >= 0; ++i) {
+      if (list[i] <= last || list[i] >= blocks) {
         refuse("selection must hold ascending numbers from 0 to ", blocks - 1,
-               " and -1 behind them, but row ", row, " has ", number, " after ", last);
+               " and -1 behind them, but row ", (list - selection.lists) / selection.longest, " has ",
+               list[i], " after ", last);
       }
-      last = number;
+      last = list[i];
+    }
+  }
+}
+
+// Checks the lists of all elements of the batch, whose keys may differ in number.
+void check_lists(const AttentionParams& p) {
+  const Selection& s = p.selection;
+  const bool packed = p.sequences.query_starts != nullptr;
+  const int64_t elements = p.sequences.any() || s.stride[0] != 0 ? p.batch : smaller(p.batch, 1);
+  for (int64_t b = 0; b < elements; ++b) {
+    const PackedRows rows = packed ? queries_of(p, b) : PackedRows{0, s.rows};
+    for (int64_t head = 0; head < p.heads; head += s.heads_per_list) {
+      check_lists(s, s.row(b, head, rows.first), rows.count, divide_up(keys_of(p, b).count, s.key_size));
     }
   }
 }
@@ -80,6 +91,7 @@ void add_selection(AttentionParams& p, const Input& query, const Options& option
     if (options.selection_size) refuse("selection_size was given without selection");
     return;
   }
+  if (!on_host(query.device)) refuse("selection is for tensors of the CPU");
   const Input lists = inspect("selection", options.selection, query);
   if (lists.dtype_code != dtype_codes().int32) {
     refuse("selection must be int32, but it is ", dtype_text(lists.dtype_code));
@@ -94,15 +106,16 @@ void add_selection(AttentionParams& p, const Input& query, const Options& option
   if (queries < 1 || keys < 1 || queries > kMostSize || keys > kMostSize) {
     refuse("selection_size must be two numbers from 1 to 2^30, but they are ", queries, " and ", keys);
   }
-  if (options.has_lengths()) refuse("selection was given for sequences with lengths of their own");
-  const int64_t rows = (p.queries + queries - 1) / queries, heads = lists.size[1];
+  const bool packed = p.sequences.query_starts != nullptr;
+  if (packed && queries != 1) refuse("packed queries do not share lists, but a row is for ", queries);
+  const int64_t rows = packed ? query_rows(p) : divide_up(p.queries, queries), heads = lists.size[1];
   const bool shared = heads == 1 || heads == p.kv_heads || heads == p.heads;
-  if ((lists.size[0] != 1 && lists.size[0] != p.batch) || !shared || lists.size[2] != rows) {
-    refuse("selection must have the shape (1 or ", p.batch, ", 1, ", p.kv_heads, " or ", p.heads, ", ", rows,
+  const int64_t batch = query_batch(p);
+  if ((lists.size[0] != 1 && lists.size[0] != batch) || !shared || lists.size[2] != rows) {
+    refuse("selection must have the shape (1 or ", batch, ", 1, ", p.kv_heads, " or ", p.heads, ", ", rows,
            ", any), but its shape is ", shape_text(lists.size, lists.rank));
   }
   if (p.keys > INT32_MAX) refuse("selected keys are at most 2^31 - 1, but there are ", p.keys);
-  check_lists(lists, (p.keys + keys - 1) / keys);
   // Lists without numbers have no memory, but they hide all keys.
   static constexpr int32_t kNothing = -1;
   p.selection.lists = lists.data != nullptr ? static_cast<const int32_t*>(lists.data) : &kNothing;
@@ -113,6 +126,7 @@ void add_selection(AttentionParams& p, const Input& query, const Options& option
   p.selection.heads_per_list = heads > 0 ? std::max<int64_t>(p.heads / heads, 1) : 1;
   p.selection.stride[1] = heads == 1 ? 0 : rows * lists.size[3];
   p.selection.stride[0] = lists.size[0] == 1 ? 0 : heads * rows * lists.size[3];
+  check_lists(p);
 }
 
 void sorted_selection(StableIValue* values, uint64_t, uint64_t) {

@@ -10,11 +10,12 @@
 
 #include "forward_tile.h"
 #include "gradient_tile.h"
+#include "selected_calls.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // The backward computes delta of each row before it begins. It also keeps the sums of dQ here if T is not the
-// tensors' type.
+// tensors' type. Rows are in the order of row statistics.
 template <class P>
 struct SelectedWorkspace {
   using T = Scalar<P>;
@@ -22,7 +23,7 @@ struct SelectedWorkspace {
   T *deltas, *grad_query;
 
   SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
-    const int64_t rows = p.batch * p.heads * p.queries;
+    const int64_t rows = (p.sequences.query_starts != nullptr ? 1 : p.batch) * p.heads * p.rows_per_head;
     deltas = arena.take<T>(rows);
     grad_query = p.dtype == dtype_of<T>() ? nullptr : arena.take<T>(rows * p.head_dim);
   }
@@ -38,6 +39,10 @@ struct SelectedWorkspace {
     }
     return workspace;
   }
+  // Returns what begins with a later row.
+  SelectedWorkspace from(int64_t row, int64_t head_dim) const {
+    return {deltas + row, grad_query == nullptr ? nullptr : grad_query + row * head_dim};
+  }
 };
 
 // Computes the deltas of all rows, and the gradients of the sinks. An item is a strip of neighbouring
@@ -50,6 +55,8 @@ struct DeltaTask {
   const BackwardArguments& a;
   T* deltas;
 
+  DeltaTask(const AttentionParams& params, const BackwardArguments& arguments, T* first)
+      : p(params), a(arguments), deltas(first) {}
   int64_t strips() const { return divide_up(p.queries, kLanes<P>); }
   int64_t items() const { return p.batch * p.heads * strips(); }
 
@@ -60,6 +67,7 @@ struct DeltaTask {
   using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
+    s.lay_out(*this);
     const int64_t first = item % strips() * kLanes<P>, head = item / strips() % p.heads,
                   batch = item / strips() / p.heads;
     s.strip.begin_gradient(p, a, batch, head, first, smaller(kLanes<P>, p.queries - first));
@@ -79,10 +87,11 @@ class SelectedBackward {
   using T = Scalar<P>;
 
  public:
-  SelectedBackward(const AttentionParams& params, const BackwardArguments& arguments)
+  SelectedBackward(const AttentionParams& params, const BackwardArguments& arguments,
+                   const SelectedWorkspace<P>& rows)
       : p(params),
         a(arguments),
-        workspace(SelectedWorkspace<P>::at(params, arguments.workspace)),
+        workspace(rows),
         by_blocks(goes_by_blocks(params)),
         chunk(chunk_keys<P>(params)),
         chunks(chunk_count<P>(params)),
@@ -132,6 +141,7 @@ class SelectedBackward {
   using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
+    s.lay_out(*this);
     const int64_t index = item / heads_kv, batch = item % heads_kv / p.kv_heads, kv_head = item % p.kv_heads,
                   group = p.heads / p.kv_heads;
     const KeyRange keys{index * chunk, smaller((index + 1) * chunk, p.keys)};
@@ -354,10 +364,19 @@ size_t selected_backward_workspace(const AttentionParams& p) {
 
 template <class P>
 void selected_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  const DeltaTask<P> deltas{p, a, SelectedWorkspace<P>::at(p, a.workspace).deltas};
-  for_each_item(pool, deltas.items(), deltas, Items::kIndependent);
-  const SelectedBackward<P> task(p, a);
-  for_each_item(pool, task.items(), task);
+  const auto calls = selected_calls(p, a);
+  const SelectedWorkspace<P> all = SelectedWorkspace<P>::at(p, a.workspace);
+  std::vector<DeltaTask<P>> deltas;
+  std::vector<SelectedBackward<P>> tasks;
+  for (const auto& call : calls) {
+    const SelectedWorkspace<P> rows = all.from(call.first_row, p.head_dim);
+    deltas.emplace_back(call.params, call.results, rows.deltas);
+    tasks.emplace_back(call.params, call.results, rows);
+  }
+  const JointTask all_deltas(std::move(deltas));
+  for_each_item(pool, all_deltas.items(), all_deltas, Items::kIndependent);
+  const JointTask joint(std::move(tasks));
+  for_each_item(pool, joint.items(), joint);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

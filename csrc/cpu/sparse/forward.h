@@ -4,6 +4,7 @@
 
 #include "forward_rows.h"
 #include "forward_tile.h"
+#include "selected_calls.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -67,6 +68,7 @@ class SelectedForward {
   using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
+    s.lay_out(*this);
     // Later queries see more keys under a causal mask, so the longest units go first.
     const int64_t groups = p.heads / shared_heads, part = item % parts(), group = item / parts() % groups,
                   batch = item / parts() / groups % p.batch,
@@ -179,8 +181,10 @@ class SelectedForward {
     const auto meet = [&] {
       if (open.rows.count == 0) return;
       if (!loaded) {
-        s.tile.keys.load(row_source(p.key, p.dtype, unit.batch, kv_head, keys.begin, count, p.head_dim));
-        s.tile.values.load(row_source(p.value, p.dtype, unit.batch, kv_head, keys.begin, count, p.value_dim));
+        s.tile.keys.load(
+            key_source(p, p.key, unit.batch, kv_head, keys.begin, count, p.head_dim, s.tile.paged_keys));
+        s.tile.values.load(
+            key_source(p, p.value, unit.batch, kv_head, keys.begin, count, p.value_dim, s.tile.paged_values));
         loaded = true;
       }
       begin(s, open);
@@ -207,7 +211,7 @@ class SelectedForward {
   void ask_for_keys(const Unit& unit, int64_t first, int64_t count) const {
     const int64_t rows = smaller(count, p.keys - first), kv_head = p.kv_head(unit.head);
     // Few queries select few of them.
-    if (rows <= 0 || count > 64) return;
+    if (rows <= 0 || count > 64 || p.pages.table != nullptr) return;
     ask_for_rows(row_source(p.key, p.dtype, unit.batch, kv_head, first, rows, p.head_dim), 0, rows);
     ask_for_rows(row_source(p.value, p.dtype, unit.batch, kv_head, first, rows, p.value_dim), 0, rows);
   }
@@ -264,11 +268,15 @@ class SelectedForward {
 
 template <class P>
 void selected_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  if constexpr (kDirect<P>) {
-    if (goes_by_rows(p)) return selected_forward_by_rows<P>(p, outputs, pool);
+  const auto calls = selected_calls(p, outputs);
+  std::vector<SelectedForward<P>> tasks;
+  for (const auto& call : calls) {
+    if (kDirect<P> && goes_by_rows(call.params)) continue;
+    tasks.emplace_back(call.params, call.results, pool.threads);
   }
-  const SelectedForward<P> task(p, outputs, pool.threads);
-  for_each_item(pool, task.items(), task, Items::kIndependent);
+  const JointTask joint(std::move(tasks));
+  for_each_item(pool, joint.items(), joint, Items::kIndependent);
+  if constexpr (kDirect<P>) selected_forward_by_rows<P>(calls, pool);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

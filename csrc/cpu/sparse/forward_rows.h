@@ -5,6 +5,7 @@
 #include "../fused/decode_rows.h"
 #include "../products/few_query_products.h"
 #include "forward_tile.h"
+#include "selected_calls.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -13,9 +14,10 @@ inline int64_t heads_of_list(const AttentionParams& p) {
   return smaller(p.heads / larger(p.kv_heads, 1), p.selection.heads_per_list);
 }
 
-inline bool goes_by_rows(const AttentionParams& p) {
-  return !goes_by_blocks(p) && heads_of_list(p) <= most_few_queries(p) && scale_keeps_queries(p.scale);
+inline bool has_few_heads(const AttentionParams& p) {
+  return heads_of_list(p) <= most_few_queries(p) && scale_keeps_queries(p.scale);
 }
+inline bool goes_by_rows(const AttentionParams& p) { return !goes_by_blocks(p) && has_few_heads(p); }
 
 // An item is a range of queries of the heads that share lists and a kv head. As in SelectedForward, it goes
 // through the keys in ascending order, so that they stay in a cache for all queries of the range.
@@ -71,6 +73,7 @@ class SelectedRows {
   using Scratch = WorkerScratch<Parts, typename Products::Session>;
 
   void operator()(int64_t item, Scratch& s) const {
+    s.lay_out(*this);
     // Later queries see more keys under a causal mask, so the longest units go first.
     const int64_t group = item % groups, batch = item / groups % p.batch,
                   range = ranges() - 1 - item / groups / p.batch;
@@ -199,11 +202,16 @@ class SelectedRows {
   }
 };
 
+// Computes those of the calls that go by rows.
 template <class P>
-void selected_forward_by_rows(const AttentionParams& p, const ForwardOutputs& outputs,
+void selected_forward_by_rows(const std::vector<SelectedCall<ForwardOutputs>>& calls,
                               const ThreadPool& pool) {
-  const SelectedRows<P> task(p, outputs, pool.threads);
-  for_each_item(pool, task.items(), task, Items::kIndependent);
+  std::vector<SelectedRows<P>> tasks;
+  for (const auto& call : calls) {
+    if (goes_by_rows(call.params)) tasks.emplace_back(call.params, call.results, pool.threads);
+  }
+  const JointTask joint(std::move(tasks));
+  for_each_item(pool, joint.items(), joint, Items::kIndependent);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -88,15 +88,22 @@ RowSource gathered(const AttentionParams& p, const TileRows<P>& rows, const View
                    [&](int64_t lane) { return view.offset(rows.batch, rows.head[lane], rows.query[lane]); });
 }
 
-// Returns the rows of a view of keys or values, where they lie if they are neighbours, or copied to `to`.
+// Returns the rows of a view of keys or values, where they lie if they are neighbours and not in pages, or
+// copied to `to`.
 template <class P>
 RowSource gathered(const AttentionParams& p, int64_t batch, int64_t kv_head, const TileKeys& keys,
                    const View& view, int64_t columns, char* to) {
   if (keys.are_neighbours()) {
-    return row_source(view, p.dtype, batch, kv_head, keys.key[0], keys.count, columns);
+    return key_source(p, view, batch, kv_head, keys.key[0], keys.count, columns, to);
+  }
+  const auto copy = [&](const auto& offset_of) {
+    return copied<P>(p, view, keys.count, columns, to, offset_of);
+  };
+  if (p.pages.table != nullptr) {
+    return copy([&](int64_t j) { return offset_of_key(view, p.pages, batch, kv_head, keys.key[j]); });
   }
   const int64_t first = view.offset(batch, kv_head, 0), step = view.stride[2];
-  return copied<P>(p, view, keys.count, columns, to, [&](int64_t j) { return first + keys.key[j] * step; });
+  return copy([&](int64_t j) { return first + keys.key[j] * step; });
 }
 
 enum class Shown { kNothing, kSome, kAll };
