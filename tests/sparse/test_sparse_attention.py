@@ -139,7 +139,7 @@ def test_groups_of_heads(group: int, kind: str, isa: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["keys of all heads", "blocks of 7"])
 def test_keys_are_met_in_parts(kind: str, heads: int, dtype: torch.dtype, isa: str) -> None:
-    """So many keys that a cache does not hold them: a list goes on where a part ended, even inside a block."""
+    """More keys than a cache holds: a list goes on where a part ended, even inside a block."""
     case = replace(BASE, batch=1, heads=heads, kv_heads=1, queries=3, keys=701, head_dim=640, value_dim=500)
     case = replace(case, dtype=dtype, is_causal=True, query_offset=690)
     check(sparse(case, kind, 400 if "keys" in kind else 70))
