@@ -64,6 +64,7 @@ def lines(quick: bool = False, only: str = "") -> list[Line]:
         *_forced(),
         *_backward(),
         *_few_queries(),
+        *_latent(),
         *_small(),
         *_options(),
         *_varlen(),
@@ -155,6 +156,19 @@ def _few_queries() -> Iterable[Line]:
         for keys in (4096, 32768):
             grouped = Case(1, 8 * HEADS, 1, 128, dtype=dtype, keys=keys, kv_heads=HEADS)
             yield Line(f"{name}, 8 queries per kv head", grouped, 3.0, 7.0, quick=keys == 4096)
+
+
+def _latent() -> Iterable[Line]:
+    # Decoding as in DeepSeek-V3: all heads read 512 latent numbers and 64 rotary ones. With 128 heads the
+    # multiply-adds of any processor take longer than reading; torch copies the keys for every head.
+    for dtype in (BF16, FP32):
+        name = "bf16 latent decode" if dtype == BF16 else "fp32 latent decode"
+        for queries in (1, 8):
+            few = Case(1, 16, queries, 576, dtype, keys=32768, kv_heads=1, value_dim=512, latent=True)
+            quick = queries == 1
+            yield Line(f"{name}, 16 heads, of reading", few, 0.85, 0.95, "of read", quick=quick)
+            yield Line(f"{name}, 16 heads", few, 3.0, 7.0, quick=quick)
+            yield Line(f"{name}, 128 heads", replace(few, heads=128, keys=4096), 3.0, 7.0)
 
 
 def _small() -> Iterable[Line]:

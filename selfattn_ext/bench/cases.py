@@ -27,7 +27,8 @@ class Case:
     ``mask`` is "bool" for a chequered pattern of 64 x 64 blocks, half of them hidden, and "gradient" for a
     float mask (length, keys) that gets a gradient where there is a backward pass. ``graph_kept`` times the
     backward pass alone, over and over on one graph. ``precision`` is torch's float32 matmul precision, and
-    ``isa`` forces the instruction set of this package's kernels.
+    ``isa`` forces the instruction set of this package's kernels. With ``latent`` the value is a view of the
+    key, its first ``value_dim`` columns.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class Case:
     dropout: float = 0.0
     precision: Precision = "highest"
     isa: str = ""
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.graph_kept and not self.backward:
@@ -98,6 +100,8 @@ class Case:
             found.append(f"kv_heads={self.kv_heads}")
         if self.value_dim is not None:
             found.append(f"value_dim={self.value_dim}")
+        if self.latent:
+            found.append("latent")
         if self.window is not None:
             found.append(f"window={self.window}")
         if self.mask != "none":
@@ -136,8 +140,8 @@ class Case:
     def bytes_read(self) -> int:
         """Returns the bytes of query, key and value, which every implementation has to read at least once."""
         queries = self.total_queries() * self.heads * self.head_dim
-        keys = self.total_keys() * self.kv_head_count * (self.head_dim + self.value_dimension)
-        return (queries + keys) * self.dtype.itemsize
+        width = self.head_dim if self.latent else self.head_dim + self.value_dimension
+        return (queries + self.total_keys() * self.kv_head_count * width) * self.dtype.itemsize
 
     def total_queries(self) -> int:
         """Returns the queries of one head, summed over the batch."""
@@ -185,7 +189,9 @@ class Inputs:
     def leaves(self) -> list[Tensor]:
         """Returns the tensors that get a gradient."""
         tensors = [self.query, self.key, self.value, self.mask]
-        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+        return [
+            tensor for tensor in tensors if tensor is not None and tensor.requires_grad and tensor.is_leaf
+        ]
 
 
 def inputs(case: Case, seed: int = 0, device: str = "cpu") -> Inputs:
@@ -204,10 +210,14 @@ def inputs(case: Case, seed: int = 0, device: str = "cpu") -> Inputs:
         mask = normal(case.length, case.key_count)
     elif case.mask == "bool":
         mask = _half_of_the_blocks(case.length, case.key_count).to(device)
+    query = normal(case.batch, case.heads, case.length, case.head_dim)
+    key = case.new_keys(normal, case.head_dim)
     return Inputs(
-        query=normal(case.batch, case.heads, case.length, case.head_dim),
-        key=case.new_keys(normal, case.head_dim),
-        value=case.new_keys(normal, case.value_dimension),
+        query=query,
+        key=key,
+        value=key[..., : case.value_dimension]
+        if case.latent
+        else case.new_keys(normal, case.value_dimension),
         grad_out=normal(case.batch, case.heads, case.length, case.value_dimension, grad=False),
         mask=mask,
     )
