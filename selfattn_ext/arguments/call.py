@@ -52,7 +52,7 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A call of :func:`selfattn_ext.scaled_dot_product_attention`, or of a step of a KVCache."""
+    """A call of :func:`selfattn_ext.scaled_dot_product_attention`."""
 
     query: Tensor
     key: Tensor
@@ -75,10 +75,13 @@ class PackedCall(NamedTuple):
     score_mod: Any
     mask_mod: Any
     options: AttentionOptions
+    indices: OptionalTensor = None
+    block_indices: OptionalTensor = None
+    block_size: Any = None
 
 
 class SparseCall(NamedTuple):
-    """A call of :func:`selfattn_ext.sparse_attention`."""
+    """A call of :func:`selfattn_ext.sparse_attention`, or of a step of a KVCache."""
 
     query: Tensor
     key: Tensor
@@ -107,3 +110,6 @@ class KVCacheCall(NamedTuple):
     score_mod: Any
     mask_mod: Any
     options: AttentionOptions
+    indices: OptionalTensor = None
+    block_indices: OptionalTensor = None
+    block_size: Any = None

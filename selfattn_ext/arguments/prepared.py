@@ -175,11 +175,22 @@ def _formula_options(
     }
 
 
-def selected(tensors: Tensors, keywords: Keywords) -> Tensor:
-    """Returns the keys that each query of a call with selected keys may see, (B | 1, H | 1, L, S)."""
-    query, key = tensors.query, tensors.key
-    queries, keys = keywords["selection_size"]
-    return selected_pairs(keywords["selection"], query.size(2), key.size(2), query.size(1), (queries, keys))
+def selected(tensors: Tensors, keywords: Keywords) -> Any:
+    """Returns the keys that each query of a call with selected keys may see, (B | 1, H | 1, L, S).
+
+    For packed sequences it returns a function that ``reference.varlen_attention`` takes as ``visible``.
+    """
+    query, key, lists = tensors.query, tensors.key, keywords["selection"]
+    heads, (queries, keys) = query.size(1), keywords["selection_size"]
+    if not is_packed(keywords):
+        return selected_pairs(lists, query.size(2), key.size(2), heads, (queries, keys))
+    starts = keywords["cu_seqlens_q"]
+
+    def of_sequence(b: int, length: int, keys_of_sequence: int) -> Tensor:
+        rows = lists[:, :, starts[b] : starts[b + 1]]
+        return selected_pairs(rows, length, keys_of_sequence, heads, (queries, keys))[0]
+
+    return of_sequence
 
 
 def _packed_rows(tensor: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from ..arguments import (
     DEFAULT_SOFTCAP,
     DEFAULT_WINDOW,
     REFUSALS,
-    AttentionCall,
     AttentionOptions,
     Keywords,
+    SparseCall,
     call_checks,
     checks,
     explained,
@@ -31,6 +31,7 @@ from ..arguments import (
     split_blocks,
 )
 from ..attend import results
+from ..sparse.sequences import with_selection
 from . import cache_checks, huge_pages
 from .page_pool import PagePool
 from .step import append_to_cache, attend_to_cache
@@ -276,37 +277,43 @@ class KVCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForOut],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+        block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForOut],
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeights],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+        block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForWeights],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForLse],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+        block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForLse],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeightsAndLse],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+        block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForWeightsAndLse],
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAux],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+        block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForAux],
     ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+        block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForAny],
     ) -> Any: ...  # fmt: skip
 
     def attend(
@@ -326,6 +333,9 @@ class KVCache:
         sinks: Tensor | None = None,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
+        indices: Tensor | None = None,
+        block_indices: Tensor | None = None,
+        block_size: int | None = None,
         return_weights: bool = False,
         return_lse: bool = False,
         return_aux: Any = None,
@@ -340,6 +350,8 @@ class KVCache:
             attn_mask, dropout_p, scale: as in :func:`selfattn_ext.attention_with_kvcache`.
             is_causal: likewise, but True by default.
             window_size, softcap, alibi_slopes, sinks, score_mod, mask_mod: likewise.
+            indices, block_indices, block_size: likewise; those of packed tokens are as in
+                :func:`selfattn_ext.varlen_attention`.
             return_weights, return_lse, return_aux: likewise.
 
         Returns:
@@ -365,13 +377,18 @@ class KVCache:
             keywords["seqlens_k"], keywords["query_offsets"] = self._seqlens, self.cache_seqlens
             if self.block_table is not None:
                 keywords["block_table"] = self.block_table
+            has_functions = score_mod is not None or mask_mod is not None
+            if indices is not None or block_indices is not None or block_size is not None:
+                form = shapes.Canonical(q, keys, values, (self._step.batch,), 4, query.dim() == 3)
+                chosen = (indices, block_indices, block_size)
+                options, keywords = with_selection(form, chosen, options, keywords, has_functions)
             given = (q, keys, values, k, v, self._step.batch, options, keywords)
-            if score_mod is None and mask_mod is None:
+            if not has_functions:
                 step = attend_to_cache(*given)
             else:
                 step = attend_with_functions(*given, score_mod, mask_mod, self.cache_seqlens)
         except REFUSALS as refusal:
-            call = AttentionCall(query, key, value, options)
+            call = SparseCall(query, key, value, options, indices, block_indices, block_size)
             raise explained(refusal, query, cache_checks.attend, self, self._step, layer, call) from None
         if query.dim() == 3:
             return results(*shapes.restored_packed(*step[:3]), *step[3:])

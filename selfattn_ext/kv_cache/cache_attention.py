@@ -26,6 +26,7 @@ from ..arguments import (
     split_blocks,
 )
 from ..attend import results
+from ..sparse.sequences import with_selection
 from . import cache_checks
 from .step import attend_to_cache, page_numbers
 from .step_with_functions import attend_with_functions
@@ -55,7 +56,8 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForOut],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForOut],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -63,7 +65,8 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeights],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForWeights],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -71,7 +74,8 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForLse],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -79,7 +83,8 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeightsAndLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForWeightsAndLse],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -87,7 +92,8 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAux],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForAux],
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -95,7 +101,8 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
 
@@ -121,6 +128,9 @@ def attention_with_kvcache(
     query_offset: int | Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
     return_aux: Any = None,
@@ -162,6 +172,11 @@ def attention_with_kvcache(
             given pages as one sequence.
         mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)`` returns whether the query sees the key; not a
             BlockMask, but such a function.
+        indices: (B, H, L, K), (B, Hk, L, K), (B, 1, L, K) or (B, L, K), in both layouts, int32 or int64: the
+            keys that each query selects, new ones among them, numbered from the first key of its sequence
+            on; it sees no others. -1 selects none, and B may be 1. See
+            :func:`selfattn_ext.sparse_attention`.
+        block_indices, block_size: the same for blocks of neighbouring keys. They need not be pages.
         return_weights, return_lse: also return the weights, after dropout, and the log-sum-exp.
         return_aux: an :class:`selfattn_ext.AuxRequest`: also return the statistics that it asks for.
 
@@ -183,6 +198,9 @@ def attention_with_kvcache(
     :class:`selfattn_ext.KVCache`, which knows them: a page or a length out of range then reads and writes
     nothing outside the cache, and its results are undefined.
 
+    On the CPU, attention to selected keys takes time proportional to their number. What makes a mask in
+    :func:`selfattn_ext.sparse_attention`, and score_mod and mask_mod, make one of (B, H, L, capacity).
+
     Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
 
@@ -201,11 +219,14 @@ def attention_with_kvcache(
         query_offset, return_weights, return_lse, return_aux,
     )  # fmt: skip
     split_blocks.refuse("attention_with_kvcache")
-    if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks):
-        tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
-        if relevant := overrides.overriding_arguments(*tensors):
-            call = KVCacheCall(*tensors[:5], cache_seqlens, block_table, layout, score_mod, mask_mod, options)
-            return overrides.call(attention_with_kvcache, relevant, call)
+    chosen = (indices, block_indices, block_size)
+    tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
+    overriding = (*tensors, indices, block_indices)
+    if _is_overridden(*overriding) and (relevant := overrides.overriding_arguments(*overriding)):
+        call = KVCacheCall(
+            *tensors[:5], cache_seqlens, block_table, layout, score_mod, mask_mod, options, *chosen
+        )
+        return overrides.call(attention_with_kvcache, relevant, call)
     transposed = False
     try:
         if not (type(is_causal) is type(enable_gqa) is type(return_weights) is type(return_lse) is bool):
@@ -238,8 +259,12 @@ def attention_with_kvcache(
             del keywords["is_causal"]
         elif is_causal or alibi_slopes is not None or window_size is not DEFAULT_WINDOW:
             _add_end(keywords, length, q.size(2), alibi_slopes is not None)
+        has_functions = score_mod is not None or mask_mod is not None
+        if indices is not None or block_indices is not None or block_size is not None:
+            form = shapes.Canonical(q, keys, values, (q.size(0),), 4)
+            options, keywords = with_selection(form, chosen, options, keywords, has_functions)
         step = (q, keys, values, k, v, q.size(0), options, keywords)
-        if score_mod is None and mask_mod is None:
+        if not has_functions:
             out, weights, lse, *aux = attend_to_cache(*step)
         else:
             first = length - q.size(2) if query_offset is None else query_offset
@@ -247,7 +272,7 @@ def attention_with_kvcache(
     except REFUSALS as refusal:
         call = KVCacheCall(
             query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, score_mod,
-            mask_mod, options,
+            mask_mod, options, *chosen,
         )  # fmt: skip
         raise explained(refusal, query, cache_checks.attention, call, transposed) from None
     if transposed:

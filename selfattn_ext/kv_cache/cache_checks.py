@@ -16,15 +16,16 @@ from torch.autograd import forward_ad
 
 from .. import capture
 from ..arguments import (
-    AttentionCall,
     Keywords,
     KVCacheCall,
+    SparseCall,
     autocast,
     call_checks,
     checks,
     sequence_checks,
     shapes,
 )
+from ..sparse.sequences import check_sequences
 
 __all__ = [
     "Step",
@@ -206,7 +207,7 @@ def attention(call: KVCacheCall, transposed: bool) -> None:
     """Checks every argument of :func:`selfattn_ext.attention_with_kvcache`; ``transposed`` says whether a
     layout of None was taken for "blhd".
     """
-    query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, _, _, options = call
+    query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, _, _, options = call[:11]
     if layout not in (None, "bhld", "blhd"):
         raise ValueError(f'layout must be "bhld", "blhd" or None, got {layout!r}')
     if (key is None) != (value is None):
@@ -244,7 +245,14 @@ def attention(call: KVCacheCall, transposed: bool) -> None:
     else:
         before = torch.full((batch,), capacity if cache_seqlens is None else int(cache_seqlens), device="cpu")
     table = None if block_table is None else block_table.cpu()
-    lengths(before, new, key_cache.transpose(1, 2) if transposed else key_cache, table)
+    four = (query, key_cache, value_cache)
+    if transposed:
+        four = (query.transpose(1, 2), key_cache.transpose(1, 2), value_cache.transpose(1, 2))
+    lengths(before, new, four[1], table)
+    keywords: Keywords = {"seqlens_k": before.to(query.device) + new}
+    if block_table is not None:
+        keywords["block_table"] = block_table
+    check_sequences(shapes.Canonical(*four, (batch,), 4), call[-3:], keywords)
 
 
 class Step(NamedTuple):
@@ -298,9 +306,9 @@ def append(cache: Any, now: Step, layer: Any, key: Any, value: Any) -> None:
     _check_tokens(cache, now, layer, {"key": key, "value": value})
 
 
-def attend(cache: Any, now: Step, layer: Any, call: AttentionCall) -> None:
+def attend(cache: Any, now: Step, layer: Any, call: SparseCall) -> None:
     """Checks every argument of KVCache.attend."""
-    query, key, value, options = call
+    query, key, value, options = call[:4]
     tokens: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_tokens(cache, now, layer, tokens)
     heads = 2 if cache.layout == "blhd" and query.dim() == 4 else 1
@@ -315,6 +323,17 @@ def attend(cache: Any, now: Step, layer: Any, call: AttentionCall) -> None:
     scores = (now.batch, query.size(heads), now.longest, capacity)
     call_checks.options(query, scores, options, scores[:2])
     no_causal_bias(options.attn_mask)
+    keywords: Keywords = {
+        "seqlens_k": cache.cache_seqlens + cache.cu_seqlens.diff(),
+        "max_seqlen_k": capacity,
+    }
+    four = (query, key, value)
+    if query.dim() == 3:
+        four = (shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value))
+        keywords |= {"cu_seqlens_q": cache.cu_seqlens}
+    elif cache.layout == "blhd":
+        four = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    check_sequences(shapes.Canonical(*four, (now.batch,), 4, query.dim() == 3), call[-3:], keywords)
 
 
 def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> None:

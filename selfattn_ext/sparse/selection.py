@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .. import capture, ops
-from ..arguments import OptionalTensor, checks, shapes
+from ..arguments import AttentionOptions, Keywords, OptionalTensor, checks, shapes
 
-__all__ = ["Selection", "check", "selection_of"]
+__all__ = ["Selection", "check", "joined", "needs_mask", "selection_of"]
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -25,9 +27,10 @@ class Selection(NamedTuple):
     #: How many neighbouring queries share a row, and how many keys a block has.
     size: tuple[int, int]
 
-    def lists(self, keys: int) -> Tensor:
-        """Returns the operators' form of a selection among ``keys`` keys."""
-        return ops.sorted_selection(self.indices, -(-keys // self.size[1]))
+    def keywords(self, keys: int) -> Keywords:
+        """Returns the operators' keywords of a selection among ``keys`` keys."""
+        lists = ops.sorted_selection(self.indices, -(-keys // self.size[1]))
+        return {"selection": lists, "selection_size": list(self.size)}
 
 
 def selection_of(
@@ -46,42 +49,84 @@ def selection_of(
     keys = checks.integer("block_size", block_size, 1)
     rows = _four_dimensional("block_indices", block_indices, form)
     length = form.query.size(2)
-    shared = rows.size(2) != length and rows.size(2) == -(-length // keys)
+    shared = rows.size(2) != length and rows.size(2) == -(-length // keys) and not form.packed
     return Selection("block_indices", rows, (keys if shared else 1, keys))
 
 
 def _four_dimensional(name: str, value: Any, form: shapes.Canonical) -> Tensor:
-    """Returns indices (..., heads, rows, K), or (..., rows, K) for all heads, as (B | 1, heads, rows, K)."""
+    """Returns indices (..., heads, rows, K), or (..., rows, K) for all heads, as (B | 1, heads, rows, K).
+
+    Those of packed queries have no batch.
+    """
     tensor: Tensor = checks.dense_tensor(name, value)
     if tensor.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
     checks.on_device(name, tensor, "query", form.query.device)
     if tensor.dim() < 2:
         raise ValueError(f"{name} must have at least 2 dimensions, (..., L, K), got {tuple(tensor.shape)}")
+    if form.packed:
+        if tensor.dim() > 3:
+            raise ValueError(
+                f"{name} of packed queries must be (heads, total, K) or (total, K), got {tuple(tensor.shape)}"
+            )
+        return tensor[(None,) * (4 - tensor.dim())]
     if tensor.dim() == form.rank - 1 and form.rank > 3:
         tensor = tensor.unsqueeze(-3)
     return shapes.mask_four_dimensional(tensor, form)
 
 
-def check(selection: Selection, form: shapes.Canonical) -> None:
-    """Checks shape and values of a selection; those on a GPU only if they can be read."""
-    name, rows, (queries, keys) = selection
+def check(selection: Selection, form: shapes.Canonical, keys: int | Tensor) -> None:
+    """Checks shape and values of a selection; those on a GPU only if they can be read.
+
+    ``keys`` is the number of keys that there are for each row, an int or a tensor that broadcasts to the
+    indices.
+    """
+    name, rows, (queries, size) = selection
     heads, kv_heads = form.query.size(1), form.key.size(1)
-    batch, length, blocks = form.query.size(0), form.query.size(2), -(-form.key.size(2) // keys)
+    batch, length = form.query.size(0), form.query.size(2)
     needed = -(-length // queries)
     if rows.size(0) not in (1, batch) or rows.size(1) not in (1, kv_heads, heads) or rows.size(2) != needed:
-        also = f" or {-(-length // keys)}" if name == "block_indices" else ""
+        also = f" or {-(-length // size)}" if name == "block_indices" and not form.packed else ""
+        first = "" if form.packed else f"{batch} or 1, "
+        shape = tuple(rows.shape[1:] if form.packed else rows.shape)
         raise ValueError(
-            f"{name} must have the shape ({batch} or 1, {heads}, {kv_heads} or 1, {length}{also}, any), in "
-            f"which batch and heads may be missing, but in this form its shape is {tuple(rows.shape)}"
+            f"{name} must have the shape ({first}{heads}, {kv_heads} or 1, {length}{also}, any), in which "
+            f"batch and heads may be missing, but in this form its shape is {shape}"
         )
-    if rows.numel() == 0 or capture.is_capturing(rows) or torch.compiler.is_compiling():
+    if rows.numel() == 0 or isinstance(rows, FakeTensor) or torch.compiler.is_compiling():
         return
-    least, most = (int(number) for number in rows.aminmax())
-    if least < -1 or most >= blocks:
-        wrong = least if least < -1 else most
-        of = "keys" if name == "indices" else f"blocks of {keys} keys"
+    if capture.is_capturing(rows):
+        return
+    blocks = -(-torch.as_tensor(keys, device=rows.device) // size)
+    wrong = (rows < -1) | (rows >= blocks)
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0])
+        last = int(blocks.expand(rows.shape)[place]) - 1
+        of = "keys" if name == "indices" else f"blocks of {size} keys"
         raise ValueError(
-            f"{name} must lie between 0 and {blocks - 1}, the last of the {of}, or be -1 for "
-            f"none, but one is {wrong}"
+            f"{name} must lie between 0 and {last}, the last of the {of}, or be -1 for none, but one is "
+            f"{int(rows[place])}"
         )
+
+
+def needs_mask(query: Tensor, mask: OptionalTensor, options: AttentionOptions, keywords: Keywords) -> bool:
+    """Whether a call has something that kernels do not compute from lists of keys: Note [Selected keys as a
+    mask] in sparse_attention.py.
+    """
+    return (
+        query.device.type != "cpu"
+        or keywords.get("kernel_name", "fused") != "fused"
+        or options.return_weights
+        or options.return_aux is not None
+        or (torch.is_grad_enabled() and mask is not None and mask.requires_grad)
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.onnx.is_in_onnx_export()
+    )
+
+
+def joined(mask: OptionalTensor, seen: Tensor) -> Tensor:
+    """Returns a mask that hides what either ``mask`` or the bool mask ``seen`` hides."""
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)

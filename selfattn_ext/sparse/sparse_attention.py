@@ -4,7 +4,8 @@ Note [Selected keys as a mask]
     The kernels of the CPU compute forward and first derivatives from lists of keys. Everything else becomes a
     call with the mask that the lists mean, which holds (L, S) numbers: CUDA, other kernels than "fused",
     weights and statistics, the gradient of a mask, torch.func, forward mode and ONNX. Higher derivatives take
-    the mask in the formula.
+    the mask in the formula. Packed sequences and caches do the same, and with functions of scores, too; see
+    sequences.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..arguments import (
     DEFAULT_QUERY_OFFSET,
@@ -31,7 +31,7 @@ from ..arguments import (
     split_blocks,
 )
 from ..attend import attend, with_gradients
-from .selection import Selection, check, selection_of
+from .selection import Selection, check, joined, needs_mask, selection_of
 
 __all__ = ["sparse_attention"]
 
@@ -126,28 +126,15 @@ def _computed(call: SparseCall) -> shapes.Results:
 def _selecting(prepared: Prepared, selection: Selection, options: AttentionOptions) -> Prepared:
     """Adds the selection to a call, as lists or as a mask: Note [Selected keys as a mask]."""
     tensors, scale, keywords, form = prepared
-    mask = tensors.mask
-    as_mask = (
-        tensors.query.device.type != "cpu"
-        or keywords.get("kernel_name", "fused") != "fused"
-        or options.return_weights
-        or options.return_aux is not None
-        or (mask is not None and mask.requires_grad and torch.is_grad_enabled())
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch.onnx.is_in_onnx_export()
-    )
-    keywords = {**keywords, "selection_size": list(selection.size)}
-    if not as_mask:
-        return tensors, scale, {**keywords, "selection": selection.lists(form.key.size(2))}, form
-    check(selection, form)
-    seen = selected(tensors, {**keywords, "selection": selection.indices})
-    if mask is not None:
-        seen = mask & seen if mask.dtype is torch.bool else torch.where(seen, mask, -torch.inf)
-    return tensors._replace(mask=seen), scale, prepared[2], form
+    keys = form.key.size(2)
+    if not needs_mask(tensors.query, tensors.mask, options, keywords):
+        return tensors, scale, {**keywords, **selection.keywords(keys)}, form
+    check(selection, form, keys)
+    given = {"selection": selection.indices, "selection_size": selection.size}
+    return tensors._replace(mask=joined(tensors.mask, selected(tensors, given))), scale, keywords, form
 
 
 def _check(call: SparseCall) -> None:
     call_checks.attention(call.dense())
     form = prepare(call.dense())[3]
-    check(selection_of(form, call.indices, call.block_indices, call.block_size), form)
+    check(selection_of(form, call.indices, call.block_indices, call.block_size), form, form.key.size(2))

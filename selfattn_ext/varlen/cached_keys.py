@@ -17,6 +17,7 @@ from ..arguments import Keywords, PackedCall, checks, keywords_for, position, se
 from ..kv_cache import cache_checks
 from ..kv_cache.step import attend_to_cache, page_numbers
 from ..kv_cache.step_with_functions import attend_with_functions
+from ..sparse.sequences import check_sequences, with_selection
 
 __all__ = ["check", "computed"]
 
@@ -28,20 +29,11 @@ _NO_GRADIENTS = (
 
 def computed(call: PackedCall) -> Any:
     """:func:`selfattn_ext.varlen_attention` if seqused_k or block_table is given."""
-    query, key, value, options = call.query, call.key, call.value, call.options
-    keywords: Keywords = {
-        "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", call.cu_seqlens_q),
-        "max_seqlen_q": checks.integer("max_seqlen_q", call.max_seqlen_q, 0),
-        "seqlens_k": _lengths(call),
-    }
+    query, options = call.query, call.options
+    form, keywords = _places(call)
+    keys, values = form.key, form.value
     if call.block_table is not None:
-        keys, values = key.transpose(1, 2), value.transpose(1, 2)
-        keywords["block_table"] = page_numbers(call.block_table)
         _check_longest(call)
-    else:
-        keys, values = (shapes.dense_rows(shapes.of_packed(tensor)) for tensor in (key, value))
-        keywords["cu_seqlens_k"] = sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k)
-        keywords["max_seqlen_k"] = checks.integer("max_seqlen_k", call.max_seqlen_k, 0)
     if not options.enable_gqa and keys.size(1) not in (1, query.size(1)):
         raise ValueError("groups of heads that were not asked for")
     if call.seqused_k is not None and call.cu_seqlens_k is not None and call.block_table is None:
@@ -50,13 +42,32 @@ def computed(call: PackedCall) -> Any:
         _check_values_on_cuda(call, keys, keywords)
     keywords |= position(options.query_offset)
     keywords |= keywords_for(options, keys)
-    batch = call.cu_seqlens_q.shape[0] - 1
-    step = (shapes.of_packed(query), keys, values, None, None, batch, options, keywords)
-    if call.score_mod is None and call.mask_mod is None:
+    has_functions = call.score_mod is not None or call.mask_mod is not None
+    options, keywords = with_selection(form, call[-3:], options, keywords, has_functions)
+    step = (form.query, keys, values, None, None, form.lead[0], options, keywords)
+    if not has_functions:
         results = attend_to_cache(*step)
     else:
         results = attend_with_functions(*step, call.score_mod, call.mask_mod)
     return *shapes.restored_packed(*results[:3]), *results[3:]
+
+
+def _places(call: PackedCall) -> tuple[shapes.Canonical, Keywords]:
+    """The tensors in the operators' form, and the keywords that say where sequences are."""
+    keywords: Keywords = {
+        "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", call.cu_seqlens_q),
+        "max_seqlen_q": checks.integer("max_seqlen_q", call.max_seqlen_q, 0),
+        "seqlens_k": _lengths(call),
+    }
+    if call.block_table is not None:
+        keys, values = call.key.transpose(1, 2), call.value.transpose(1, 2)
+        keywords["block_table"] = page_numbers(call.block_table)
+    else:
+        keys, values = (shapes.dense_rows(shapes.of_packed(tensor)) for tensor in (call.key, call.value))
+        keywords["cu_seqlens_k"] = sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k)
+        keywords["max_seqlen_k"] = checks.integer("max_seqlen_k", call.max_seqlen_k, 0)
+    batch = call.cu_seqlens_q.shape[0] - 1
+    return shapes.Canonical(shapes.of_packed(call.query), keys, values, (batch,), 4, packed=True), keywords
 
 
 def check(call: PackedCall) -> None:
@@ -90,6 +101,8 @@ def check(call: PackedCall) -> None:
         )
         if not (torch.compiler.is_dynamo_compiling() or isinstance(counts, FakeTensor)):
             cache_checks.lengths(counts.cpu().long(), 0, key.transpose(1, 2), table.cpu(), name)
+    form, keywords = _places(call)
+    check_sequences(form, call[-3:], keywords)
     tensors = (query, key, value, options.attn_mask, options.alibi_slopes, options.sinks)
     cache_checks.no_derivatives(tensors, _NO_GRADIENTS)
 

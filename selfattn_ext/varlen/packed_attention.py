@@ -38,6 +38,7 @@ from ..arguments import (
 from ..attend import attend, with_gradients
 from ..flex.attention_with_functions import with_functions
 from ..flex.flex_call import Functions, check_functions
+from ..sparse.sequences import check_sequences, with_selection
 from . import cached_keys
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForOut],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForOut],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -75,7 +77,8 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeights],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForWeights],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -83,7 +86,8 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForLse],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -91,7 +95,8 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeightsAndLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForWeightsAndLse],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -99,7 +104,8 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAux],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForAux],
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -107,7 +113,8 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., indices: Tensor | None = ...,
+    block_indices: Tensor | None = ..., block_size: int | None = ..., **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
 
@@ -134,6 +141,9 @@ def varlen_attention(
     block_table: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
     return_aux: Any = None,
@@ -189,6 +199,10 @@ def varlen_attention(
         mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)`` returns whether the query sees the key; not a
             BlockMask, but such a function. Tensors that either function reads get gradients if they require
             them.
+        indices: (H, total_q, K), (Hk, total_q, K), (1, total_q, K) or (total_q, K), int32 or int64: the keys
+            that each query selects, numbered from the first key of its own sequence on; it sees no others.
+            -1 selects none, and repeated numbers count once, as in :func:`selfattn_ext.sparse_attention`.
+        block_indices, block_size: the same for blocks of neighbouring keys of a sequence.
         return_weights: also return the weights (B, H, max_seqlen_q, max_seqlen_k), after dropout, in the
             query's dtype, 0 outside of the sequences. They are padded: for tests and pictures.
         return_lse: also return the log-sum-exp of the scores (H, total_q), sinks included, float64 for
@@ -214,6 +228,10 @@ def varlen_attention(
     tensors. Second derivatives and forward mode are passes of the kernels, too; those of weights, and
     with score_mod or mask_mod, go through the formula, sequence by sequence, with its matrices.
 
+    On the CPU, the time of a call with indices is proportional to the number of selected keys, forward and
+    backward. What makes a mask in :func:`selfattn_ext.sparse_attention`, and score_mod and mask_mod, make one
+    of (B, H, max_seqlen_q, max_seqlen_k).
+
     The packing is that of Dao (2023), "FlashAttention-2".
 
     Example:
@@ -233,6 +251,9 @@ def varlen_attention(
         and block_table is None
         and score_mod is None
         and mask_mod is None
+        and indices is None
+        and block_indices is None
+        and block_size is None
         and window_size is DEFAULT_WINDOW
         and softcap is DEFAULT_SOFTCAP
         and query_offset is DEFAULT_QUERY_OFFSET
@@ -254,12 +275,12 @@ def varlen_attention(
     )  # fmt: skip
     call = PackedCall(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table,
-        score_mod, mask_mod, options,
+        score_mod, mask_mod, options, indices, block_indices, block_size,
     )  # fmt: skip
     if _is_compiling():
         split_blocks.refuse("varlen_attention in a function that is compiled")
     masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
-    tensors = (*call[:5], *masks, alibi_slopes, sinks, query_offset, seqused_k, block_table)
+    tensors = (*call[:5], *masks, alibi_slopes, sinks, query_offset, seqused_k, block_table, *call[-3:-1])
     if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
         return overrides.call(varlen_attention, relevant, call)
     return packed_attention(call)
@@ -300,19 +321,29 @@ def packed_attention(call: PackedCall) -> Any:
     """:func:`varlen_attention` with arguments that override no function of torch."""
     if call.seqused_k is not None or call.block_table is not None:
         return attend(call, cached_keys.computed, cached_keys.check)
-    return attend(call, _computed, sequence_checks.packed_attention)
+    return attend(call, _computed, _check)
+
+
+def _check(call: PackedCall) -> None:
+    sequence_checks.packed_attention(call)
+    form = shapes.packed(call[:3], call.cu_seqlens_q.shape[0] - 1, call.options.enable_gqa)
+    check_sequences(form, call[-3:], _lengths(call))
+
+
+def _lengths(call: PackedCall) -> Keywords:
+    return {
+        "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", call.cu_seqlens_q),
+        "cu_seqlens_k": sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k),
+        "max_seqlen_q": checks.integer("max_seqlen_q", call.max_seqlen_q, 0),
+        "max_seqlen_k": checks.integer("max_seqlen_k", call.max_seqlen_k, 0),
+    }
 
 
 def _computed(call: PackedCall) -> shapes.Results:
     options = call.options
     if call.cu_seqlens_k is None:
         raise TypeError("packed keys without offsets")
-    keywords: Keywords = {
-        "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", call.cu_seqlens_q),
-        "cu_seqlens_k": sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k),
-        "max_seqlen_q": checks.integer("max_seqlen_q", call.max_seqlen_q, 0),
-        "max_seqlen_k": checks.integer("max_seqlen_k", call.max_seqlen_k, 0),
-    }
+    keywords = _lengths(call)
     if call.query.is_cuda:
         sequence_checks.check_offsets_on_cuda(call)
     keywords |= position(options.query_offset)
@@ -325,8 +356,10 @@ def _computed(call: PackedCall) -> shapes.Results:
         raise TypeError("a CausalBias is for one length")
     form = shapes.packed(autocast(*call[:3]), call.cu_seqlens_q.shape[0] - 1, options.enable_gqa)
     keywords |= keywords_for(options, form.query)
+    has_functions = call.score_mod is not None or call.mask_mod is not None
+    options, keywords = with_selection(form, call[-3:], options, keywords, has_functions)
     prepared = with_options(form, options, keywords)
-    if call.score_mod is None and call.mask_mod is None:
+    if not has_functions:
         return with_gradients(prepared, options)
     check_functions(call.query, call.score_mod, call.mask_mod)
     return with_functions(prepared, options, Functions(call.score_mod, call.mask_mod))
