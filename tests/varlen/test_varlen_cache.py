@@ -277,7 +277,7 @@ def test_what_a_gpu_would_not_refuse(form: str, name: str, values: Tensor) -> No
     """For a GPU, the values are checked in Python instead."""
     given: dict[str, Any] = {"block_table": None, **arguments(form), name: values}
     options = AttentionOptions(query_offset=given.pop("query_offset", 0))
-    call = PackedCall(*(given.get(field) for field in PackedCall._fields[:-1]), options)
+    call = PackedCall(**{field: given.get(field) for field in PackedCall._fields} | {"options": options})
     keywords = {"seqlens_k": given["seqused_k"], "max_seqlen_q": 11, "max_seqlen_k": CAPACITY}
     keys = given["key"]
     if form == "7":
