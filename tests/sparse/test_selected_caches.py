@@ -175,10 +175,11 @@ def test_packed_queries(kind: str) -> None:
     assert weights.shape == (5, 4, 11, 70)
 
 
-def test_what_becomes_a_mask() -> None:
-    step = replace(STEP, queries=3, new=0, lengths=(37, 5, 9, 53, 16), page_size=7)
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_what_becomes_a_mask(layout: str) -> None:
+    step = replace(STEP, queries=3, new=0, lengths=(37, 5, 9, 53, 16), page_size=7, layout=layout)
     given, numbers = step.inputs(), chosen(step, "blocks of 5")
-    options = {**selection("blocks of 5", numbers), "is_causal": True}
+    options = {**selection("blocks of 5", numbers), "is_causal": True, "layout": layout}
     expected = attention_with_kvcache(**given, **options, return_lse=True)
     out, weights, lse = attention_with_kvcache(**given, **options, return_weights=True, return_lse=True)
     torch.testing.assert_close((out, lse), expected)
