@@ -24,6 +24,9 @@ void add_score_function(AttentionParams& params, const Input& query, const Optio
 
 // In selection.cpp: the lists of selected keys.
 void add_selection(AttentionParams& params, const Input& query, const Options& options);
+// These throw if a call with selected keys asks for results that no kernel computes from lists.
+void check_selected(const AttentionParams& params, const ForwardOutputs& outputs);
+void check_selected(const AttentionParams& params, const BackwardArguments& arguments);
 
 // Returns an argument with four dimensions, which packed rows of users do not have. Borrows from `form`.
 inline Input seen(const Input& input, const Options& options, HeadsFirst& form) {

@@ -5,6 +5,7 @@
 #include "../core/sequences.h"
 #include "../cpu/append_to_cache_cpu.h"
 #include "../cpu/cpu_kernel_table.h"
+#include "attention_arguments.h"
 #include "outputs.h"
 #include "run_kernel.h"
 
@@ -69,7 +70,7 @@ void forward(const char* kernel, const AttentionParams& p, const ForwardOutputs&
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
   if (p.selection.lists != nullptr) {
     require_selected(chosen, p);
-    if (outputs.row_mean != nullptr) refuse("selection was given to attention_statistics");
+    check_selected(p, outputs);
     if (p.batch * p.heads * p.queries > 0) run_kernel(chosen.selected_forward, p, outputs);
     return;
   }
@@ -104,10 +105,7 @@ void backward(const char* kernel, const AttentionParams& p, const BackwardArgume
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
   if (p.selection.lists != nullptr) {
     require_selected(chosen, p);
-    const bool others = arguments.grad_mask.data != nullptr || arguments.grad_weights.data != nullptr ||
-                        arguments.grad_mean != nullptr || arguments.grad_keys != nullptr ||
-                        arguments.grad_sink != nullptr;
-    if (others) refuse("with selection there are no gradients of masks, of weights and of statistics");
+    check_selected(p, arguments);
     if (p.batch * p.heads * p.queries == 0) return;
     const Scratch workspace("the backward's workspace", chosen.selected_backward_workspace(p), device);
     BackwardArguments a = arguments;

@@ -23,7 +23,7 @@ bool is_list(const int32_t* numbers, int64_t count, int64_t blocks) {
   return good;
 }
 
-// Checks `rows` neighbouring lists.
+// Checks `rows` neighbouring lists. Those on a GPU are not read here: kernels leave out what is not there.
 void check_lists(const Selection& selection, const int32_t* first, int64_t rows, int64_t blocks) {
   for (const int32_t* list = first; list != first + rows * selection.longest; list += selection.longest) {
     if (is_list(list, selection.longest, blocks)) continue;
@@ -91,7 +91,10 @@ void add_selection(AttentionParams& p, const Input& query, const Options& option
     if (options.selection_size) refuse("selection_size was given without selection");
     return;
   }
-  if (!on_host(query.device)) refuse("selection is for tensors of the CPU");
+  const bool host = on_host(query.device);
+  if (!host && options.has_lengths()) {
+    refuse("on a GPU, selection was given for sequences with lengths of their own");
+  }
   const Input lists = inspect("selection", options.selection, query);
   if (lists.dtype_code != dtype_codes().int32) {
     refuse("selection must be int32, but it is ", dtype_text(lists.dtype_code));
@@ -126,7 +129,19 @@ void add_selection(AttentionParams& p, const Input& query, const Options& option
   p.selection.heads_per_list = heads > 0 ? std::max<int64_t>(p.heads / heads, 1) : 1;
   p.selection.stride[1] = heads == 1 ? 0 : rows * lists.size[3];
   p.selection.stride[0] = lists.size[0] == 1 ? 0 : heads * rows * lists.size[3];
-  check_lists(p);
+  if (host) check_lists(p);
+}
+
+void check_selected(const AttentionParams& p, const ForwardOutputs& outputs) {
+  if (p.selection.lists == nullptr || outputs.row_mean == nullptr) return;
+  refuse("selection was given to attention_statistics");
+}
+
+void check_selected(const AttentionParams& p, const BackwardArguments& a) {
+  const bool others = a.grad_mask.data != nullptr || a.grad_weights.data != nullptr ||
+                      a.grad_mean != nullptr || a.grad_keys != nullptr || a.grad_sink != nullptr;
+  if (p.selection.lists == nullptr || !others) return;
+  refuse("with selection there are no gradients of masks, of weights and of statistics");
 }
 
 void sorted_selection(StableIValue* values, uint64_t, uint64_t) {

@@ -88,6 +88,12 @@ INSTANCES = (
     Instances("simt", "simt_forward", ("forward.cuh",), ("forward",), _EVERY_DTYPE),
     Instances("simt", "simt_backward", ("backward.cuh",), ("backward",), _EVERY_DTYPE),
     Instances(
+        "simt", "simt_selected_forward", ("selected_forward.cuh",), ("selected_forward",), _EVERY_DTYPE
+    ),
+    Instances(
+        "simt", "simt_selected_backward", ("selected_backward.cuh",), ("selected_backward",), _EVERY_DTYPE
+    ),
+    Instances(
         "simt",
         "simt_mask_gradient",
         ("mask_gradient.cuh",),

@@ -16,6 +16,9 @@ __all__ = ["Selection", "check", "joined", "needs_mask", "selection_of"]
 
 _INTEGERS = (torch.int32, torch.int64)
 
+#: The kernel that goes through lists, by the type of the device.
+_OF_LISTS = {"cpu": "fused", "cuda": "simt"}
+
 
 class Selection(NamedTuple):
     """Numbers of blocks of keys, -1 for none, in any order and any number of times."""
@@ -29,8 +32,19 @@ class Selection(NamedTuple):
 
     def keywords(self, keys: int) -> Keywords:
         """Returns the operators' keywords of a selection among ``keys`` keys."""
-        lists = ops.sorted_selection(self.indices, -(-keys // self.size[1]))
+        blocks = -(-keys // self.size[1])
+        on_host = self.indices.device.type == "cpu"
+        lists = ops.sorted_selection(self.indices, blocks) if on_host else _sorted(self.indices, blocks)
         return {"selection": lists, "selection_size": list(self.size)}
+
+
+def _sorted(indices: Tensor, blocks: int) -> Tensor:
+    """Does what ops.sorted_selection does, and leaves out numbers of blocks that do not exist."""
+    # Numbers that count for nothing become the largest. The second sort takes those that are repeated there.
+    given = indices.where((indices >= 0) & (indices < blocks), blocks).sort(-1).values
+    given[..., 1:] = given[..., 1:].where(given[..., 1:] != given[..., :-1], blocks)
+    found = given.sort(-1).values
+    return found.where(found < blocks, -1).int().contiguous()
 
 
 def selection_of(
@@ -113,9 +127,10 @@ def needs_mask(query: Tensor, mask: OptionalTensor, options: AttentionOptions, k
     """Whether a call has something that kernels do not compute from lists of keys: Note [Selected keys as a
     mask] in sparse_attention.py.
     """
+    of_lists = _OF_LISTS.get(query.device.type)
     return (
-        query.device.type != "cpu"
-        or keywords.get("kernel_name", "fused") != "fused"
+        of_lists is None
+        or keywords.get("kernel_name", of_lists) != of_lists
         or options.return_weights
         or options.return_aux is not None
         or (torch.is_grad_enabled() and mask is not None and mask.requires_grad)

@@ -22,8 +22,8 @@ def with_selection(
 ) -> tuple[AttentionOptions, Keywords]:
     """Returns the options and the keywords of a call with its selection, if it has one.
 
-    It becomes a mask where Note [Selected keys as a mask] in sparse_attention.py says so, and with functions
-    of scores.
+    It becomes a mask where Note [Selected keys as a mask] in sparse_attention.py says so, on CUDA, and with
+    functions of scores.
 
     Args:
         form: query, key and value of the call; the key is what the operators get, which may be pages.
@@ -35,7 +35,8 @@ def with_selection(
         return options, keywords
     mask = options.attn_mask
     selection = selection_of(form, *chosen)
-    if not (has_functions or needs_mask(form.query, mask, options, keywords)):
+    on_cuda = form.query.device.type == "cuda"
+    if not (has_functions or on_cuda or needs_mask(form.query, mask, options, keywords)):
         return options, {**keywords, **selection.keywords(_most_keys(form, keywords))}
     if "mask_shapes" in keywords or checks.is_causal_bias(mask):
         other = "a list" if "mask_shapes" in keywords else "a CausalBias"

@@ -1,11 +1,11 @@
 """Attention of queries to the keys that they select, as users call it.
 
 Note [Selected keys as a mask]
-    The kernels of the CPU compute forward and first derivatives from lists of keys. Everything else becomes a
-    call with the mask that the lists mean, which holds (L, S) numbers: CUDA, other kernels than "fused",
-    weights and statistics, the gradient of a mask, torch.func, forward mode and ONNX. Higher derivatives take
-    the mask in the formula. Packed sequences and caches do the same, and with functions of scores, too; see
-    sequences.py.
+    The kernels "fused", of the CPU, and "simt", of CUDA, compute forward and first derivatives from lists of
+    keys. Everything else becomes a call with the mask that the lists mean, which holds (L, S) numbers: other
+    kernels, weights and statistics, the gradient of a mask, torch.func, forward mode and ONNX. Higher
+    derivatives take the mask in the formula. Packed sequences and caches do the same, also on CUDA and with
+    functions of scores; see sequences.py.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from .selection import Selection, check, joined, needs_mask, selection_of
 
 __all__ = ["sparse_attention"]
 
+#: The kernel that goes through lists, by the type of the device.
+_OF_LISTS = {"cpu": "fused", "cuda": "simt"}
+
 _is_overridden = torch.overrides.has_torch_function_variadic
 
 
@@ -63,8 +66,8 @@ def sparse_attention(
     """Attention of each query to the keys that it selects, and to no others.
 
     It computes what :func:`selfattn_ext.scaled_dot_product_attention` computes with a mask that is True for
-    the selected keys. On the CPU its time is proportional to the number of selected keys, forward and
-    backward, and it makes no (L, S) tensor.
+    the selected keys. Its work is proportional to the number of selected keys, forward and backward, and it
+    makes no (L, S) tensor.
 
     Args:
         query: (..., H, L, E), float64, float32, bfloat16 or float16.
@@ -91,8 +94,8 @@ def sparse_attention(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
-    These make an (L, S) mask: calls on CUDA, weights and statistics, the gradient of ``attn_mask``,
-    transforms of :mod:`torch.func`, forward mode, and derivatives of second and higher order.
+    These make an (L, S) mask: weights and statistics, the gradient of ``attn_mask``, transforms of
+    :mod:`torch.func`, forward mode, and derivatives of second and higher order.
 
     Blocks of keys are selected by DeepSeek's NSA (Yuan et al. 2025), "Native Sparse Attention", and by MoBA
     (Lu et al. 2025), "Mixture of Block Attention"; single keys by DeepSeek-V3.2 (2025).
@@ -126,10 +129,12 @@ def _computed(call: SparseCall) -> shapes.Results:
 def _selecting(prepared: Prepared, selection: Selection, options: AttentionOptions) -> Prepared:
     """Adds the selection to a call, as lists or as a mask: Note [Selected keys as a mask]."""
     tensors, scale, keywords, form = prepared
-    keys = form.key.size(2)
-    if not needs_mask(tensors.query, tensors.mask, options, keywords):
+    keys, on_host = form.key.size(2), tensors.query.device.type == "cpu"
+    as_mask = needs_mask(tensors.query, tensors.mask, options, keywords)
+    if as_mask or not on_host:
+        check(selection, form, keys)  # the CPU's lists are checked as they are made
+    if not as_mask:
         return tensors, scale, {**keywords, **selection.keywords(keys)}, form
-    check(selection, form, keys)
     given = {"selection": selection.indices, "selection_size": selection.size}
     return tensors._replace(mask=joined(tensors.mask, selected(tensors, given))), scale, keywords, form
 

@@ -16,17 +16,24 @@ namespace {
 
 constexpr int kOldestCapability = 75;
 
-const char* refuses(const AttentionParams&, int capability) {
+const char* refuses(const AttentionParams& p, int capability) {
+  if (p.selection.lists != nullptr && p.function.any()) {
+    return "it applies no score_function and no block_map together with selection";
+  }
   return capability >= kOldestCapability ? nullptr : "it needs compute capability 7.5 or newer";
 }
 
 size_t forward_workspace(const AttentionParams& p) {
+  if (p.selection.lists != nullptr) return 0;
   return p.dtype == DType::kFloat64 ? split_workspace<double>(p, /*rounds=*/false)
                                     : split_workspace<float>(p, /*rounds=*/false);
 }
 
 void forward_of_dtype(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
-  call_for_dtype(p.dtype, [&](auto dtype) { forward<dtype>(p, outputs, where); });
+  call_for_dtype(p.dtype, [&](auto dtype) {
+    if (p.selection.lists != nullptr) return selected_forward<dtype>(p, outputs, where);
+    forward<dtype>(p, outputs, where);
+  });
 }
 
 size_t mask_workspace_of_dtype(const AttentionParams& p, const BackwardArguments& a) {
@@ -35,12 +42,16 @@ size_t mask_workspace_of_dtype(const AttentionParams& p, const BackwardArguments
 }
 
 size_t backward_workspace(const AttentionParams& p, const BackwardArguments& a) {
+  if (p.selection.lists != nullptr) return selected_workspace(p);
   return rows::row_gradients_bytes(p) + mask_workspace_of_dtype(p, a);
 }
 
 void backward_of_dtype(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
   rows::prepare(p, a, where.workspace, where);
-  call_for_dtype(p.dtype, [&](auto dtype) { backward<dtype>(p, a, where); });
+  call_for_dtype(p.dtype, [&](auto dtype) {
+    if (p.selection.lists != nullptr) return selected_backward<dtype>(p, a, where);
+    backward<dtype>(p, a, where);
+  });
   if (a.grad_mask.data == nullptr) return;
   call_for_dtype(p.dtype, [&](auto dtype) { mask_gradient<dtype>(p, a, where); });
 }
@@ -85,10 +96,10 @@ constexpr Kernel entry() {
   kernel.name = "simt";
   kernel.description = "plain multiply-adds in full precision, for every call";
   kernel.options =
-      OptionSet{Option::kMask,          Option::kOwnMasks,      Option::kAlibiSlopes, Option::kSinks,
-                Option::kDropout,       Option::kWindow,        Option::kQueryOffset, Option::kSoftcap,
-                Option::kPackedQueries, Option::kPackedKeys,    Option::kKeyLengths,  Option::kQueryOffsets,
-                Option::kPages,         Option::kBatchInvariant}
+      OptionSet{Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
+                Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
+                Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
+                Option::kPages,         Option::kBatchInvariant, Option::kSelection}
           .with(kFunctionOptions);
   kernel.refuses = &refuses;
   kernel.forward_workspace = &forward_workspace;

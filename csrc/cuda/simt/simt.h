@@ -5,6 +5,7 @@
 
 #include "../cuda_kernel.h"
 #include "../rows/rows.h"
+#include "inverse_lists.h"
 
 namespace selfattn::cuda {
 
@@ -24,6 +25,16 @@ template <DType kDType>
 size_t mask_workspace(const AttentionParams& params, const BackwardArguments& arguments);
 template <DType kDType>
 void mask_gradient(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
+// The forward and the backward of calls with selected keys. The workspace is of selected_workspace() bytes.
+template <DType kDType>
+void selected_forward(const AttentionParams& params, const ForwardOutputs& outputs, const Launch& where);
+template <DType kDType>
+void selected_backward(const AttentionParams& params, const BackwardArguments& arguments,
+                       const Launch& where);
+// The bytes of the row gradients and of the inverse lists.
+inline size_t selected_workspace(const AttentionParams& params) {
+  return rows::row_gradients_bytes(params) + inverse_lists_bytes(params);
+}
 // Forward mode, after the forward has run.
 template <DType kDType>
 void jvp(const AttentionParams& params, const JvpArguments& arguments, const Launch& where);

@@ -69,9 +69,15 @@ const cuda::Kernel& choose_for_statistics(const char* name, const AttentionParam
   return kernel.statistics != nullptr ? kernel : cuda::choose_kernel("simt", p, capability);
 }
 
+// Lists of selected keys have a forward and first derivatives alone.
+void refuse_selection(const AttentionParams& p, const char* what) {
+  if (p.selection.lists != nullptr) refuse("with selection there are no ", what);
+}
+
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
   DeviceScope scope(device);
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, scope.capability());
+  check_selected(p, outputs);
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
     const Scratch workspace("the kernel's working space", kernel.forward_workspace(call), device);
@@ -83,6 +89,7 @@ void forward(const char* name, const AttentionParams& p, const ForwardOutputs& o
 }
 
 void weights(const char* name, const AttentionParams& p, const WeightsOutputs& outputs, Device device) {
+  refuse_selection(p, "weights");
   const DeviceScope scope(device);
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
@@ -92,6 +99,7 @@ void weights(const char* name, const AttentionParams& p, const WeightsOutputs& o
 }
 
 void weight_sums(const char* name, const AttentionParams& p, const WeightSums& sums, Device device) {
+  refuse_selection(p, "sums of weights");
   const DeviceScope scope(device);
   const cuda::Kernel& kernel = choose_for_statistics(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
@@ -101,6 +109,7 @@ void weight_sums(const char* name, const AttentionParams& p, const WeightSums& s
 }
 
 void backward(const char* name, const AttentionParams& p, const BackwardArguments& arguments, Device device) {
+  check_selected(p, arguments);
   DeviceScope scope(device);
   const bool of_statistics = arguments.grad_mean != nullptr || arguments.grad_keys != nullptr;
   const cuda::Kernel& kernel = of_statistics ? choose_for_statistics(name, p, scope.capability())
@@ -149,6 +158,7 @@ const cuda::Kernel& choose_for_derivatives(const char* name, const AttentionPara
 }
 
 void jvp(const char* name, const AttentionParams& p, const JvpArguments& arguments, Device device) {
+  refuse_selection(p, "forward mode");
   DeviceScope scope(device);
   const cuda::Kernel& kernel = choose_for_derivatives(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
@@ -161,6 +171,7 @@ void jvp(const char* name, const AttentionParams& p, const JvpArguments& argumen
 
 void backward_backward(const char* name, const AttentionParams& p, const BackwardBackwardArguments& arguments,
                        Device device) {
+  refuse_selection(p, "second derivatives");
   DeviceScope scope(device);
   const cuda::Kernel& kernel = choose_for_derivatives(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
