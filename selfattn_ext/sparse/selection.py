@@ -107,7 +107,7 @@ def check(selection: Selection, form: shapes.Canonical, keys: int | Tensor) -> N
             f"{name} must have the shape ({first}{heads}, {kv_heads} or 1, {length}{also}, any), in which "
             f"batch and heads may be missing, but in this form its shape is {shape}"
         )
-    if rows.numel() == 0 or isinstance(rows, FakeTensor) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(rows, FakeTensor) or rows.numel() == 0:
         return
     if capture.is_capturing(rows):
         return

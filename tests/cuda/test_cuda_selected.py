@@ -17,7 +17,7 @@ from comparisons import assert_same
 from sparse_cases import BASE, SparseCase, sparse
 from torch import Tensor
 
-from selfattn_ext import backends, ops, sparse_attention
+from selfattn_ext import backends, batch_invariant, ops, sparse_attention
 
 gpu.need()
 
@@ -135,6 +135,24 @@ def test_same_bits(kind: str, dtype: torch.dtype) -> None:
     assert_same(case.named(results), {name: once[name] for name in ("out", "lse")})
 
 
+@pytest.mark.parametrize("kind", ["keys", "blocks by blocks"])
+def test_a_chunk_of_the_queries_has_the_bits_of_the_whole(kind: str) -> None:
+    """Windows leave out other keys of a list for other queries, and yet sums have the same order."""
+    case = sparse(replace(SMALL, queries=70, keys=300, window=(60, 9), query_offset=200), kind, 40)
+    tensors, given = case.inputs(), case.selection()
+    indices = next(it for it in given.values() if isinstance(it, Tensor))
+    rows = slice(2, 3) if indices.size(2) < 70 else slice(48, 59)
+    with batch_invariant():
+        whole = case.run(tensors)
+        tensors["query"] = tensors["query"][:, :, 48:59]
+        given[next(iter(given))] = indices[:, :, rows]
+        numbers = case.numbers() | {"query_offset": 248}
+        part = case.named(
+            sparse_attention(**tensors, **given, **numbers, enable_gqa=True, return_lse=True)  # type: ignore[arg-type]
+        )
+    assert_same(part, {name: one[:, :, 48:59] for name, one in whole.items()})
+
+
 @kinds
 def test_dropout_is_that_of_the_cpu(kind: str) -> None:
     """The same seed drops the same pairs: values of 1 show the sums of the weights that are left."""
@@ -171,6 +189,24 @@ def test_a_graph_replays_with_other_indices() -> None:
         given["block_indices"].copy_(given["block_indices"].roll(shift, 2))
         graph.replay()
         assert_same(found, step())
+
+
+def test_compiled() -> None:
+    case = sparse(SMALL, "blocks of 16")
+    tensors = case.inputs()
+
+    def run(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor) -> Tensor:
+        result: Tensor = sparse_attention(
+            query, key, value, block_indices=blocks, block_size=16, enable_gqa=True
+        )
+        return result
+
+    inputs = (*tensors.values(), case.indices())
+    expected = run(*inputs)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs)
+    assert_same(compiled, expected)
+    wanted = torch.autograd.grad(expected.sum(), inputs[:3])
+    assert_same(torch.autograd.grad(compiled.sum(), inputs[:3]), wanted)
 
 
 def test_other_kernels_take_the_mask() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from cases import DTYPES, check, cotangents_of, gradients
@@ -209,7 +210,7 @@ def test_statistics_and_other_kernels() -> None:
     peer = reference.score_statistics(query, key, visible=seen)
     for name in ("entropy", "key_weights"):
         assert_accurate(name, *(getattr(each, name) for each in (found, exact, peer)))
-    with selfattn_ext.backends.use("loops"):
+    with selfattn_ext.backends.use("loops" if gpu.DEVICE == "cpu" else "sm80"):
         by_loops = case.run(tensors)
     torch.testing.assert_close(by_loops["out"], case.run(tensors)["out"])
 
@@ -255,9 +256,10 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
 
 
 def test_the_operator_trusts_no_lists() -> None:
-    query = torch.randn(1, 1, 2, 8)
+    """Lists on the CPU, as nothing reads those on a GPU."""
+    query = torch.randn(1, 1, 2, 8, device="cpu")
     size = [1, 1]
     for lists in ([[0, 2]], [[1, 1]], [[1, 0]]):
-        given = torch.tensor([[lists * 2]], dtype=torch.int32)
+        given = torch.tensor([[lists * 2]], dtype=torch.int32, device="cpu")
         with pytest.raises(ValueError, match="ascending numbers from 0 to 1"):
             selfattn_ext.ops.attention_forward(query, query, query, 1.0, selection=given, selection_size=size)

@@ -13,15 +13,16 @@
 
 namespace selfattn::cuda::simt {
 
-// The queries whose lists hold a block of keys, of all heads that share the lists.
+// The queries whose lists hold a block of keys, of all heads that share the lists. Columns of tiles are begin
+// .. end - 1 of them.
 struct ListedQueries {
   const int32_t* numbers;  // of rows of the selection
   int64_t query_size, queries;
   int64_t first_head, heads;
-  int64_t count;  // of listed queries
+  int64_t begin, end;
 
   __device__ __forceinline__ TileLine line(int64_t index) const {
-    if (index >= count) return {-1, 0};
+    if (index >= end) return {-1, 0};
     const int64_t of_row = query_size * heads, rest = index % of_row;
     const int64_t query = numbers[index / of_row] * query_size + rest % query_size;
     if (query >= queries) return {-1, 0};
@@ -75,7 +76,7 @@ struct KeyTile {
     const QueryRange seeing = visible_queries(positions_of(p), first_key, first_key + rows - 1);
     const int64_t first = first_from(numbers, end - begin, seeing.begin / query_size);
     const int64_t seen = first_from(numbers + first, end - begin - first, divide_up(seeing.end, query_size));
-    return {numbers + first, query_size, p.queries, list * heads, heads, seen * query_size * heads};
+    return {numbers + first, query_size, p.queries, list * heads, heads, 0, seen * query_size * heads};
   }
 };
 
@@ -171,12 +172,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   fill_lines<kRows<T>>(shared.rows, [&](int row) { return at.line(row); });
   const bool sums_slopes = !kByKeys && a.grad_slopes_rows != nullptr;
   if (sums_slopes && threadIdx.x < kRows<T>) shared.row_sums[threadIdx.x] = T(0);
+  static_assert(SelectedShared<T>::kBytes % alignof(GradientSources<kDType>) == 0, "sources are aligned");
   auto& sources = *reinterpret_cast<GradientSources<kDType>*>(memory + SelectedShared<T>::kBytes);
   const int64_t kv_head = p.kv_head(at.head);
   if (threadIdx.x == 0) {
-    const TileLine *const queries = kByKeys ? shared.columns : shared.rows, *const keys =
-                                                                                kByKeys ? shared.rows
-                                                                                        : shared.columns;
+    const TileLine* const queries = kByKeys ? shared.columns : shared.rows;
+    const TileLine* const keys = kByKeys ? shared.rows : shared.columns;
     sources = {{p.query, at.batch, at.head, queries},
                {a.grad_out, at.batch, at.head, queries},
                {p.key, at.batch, kv_head, keys},
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
   for (int list = 0; list < lists; ++list) {
     const auto listed = columns_of(at, p, inverse, list);
-    for (int64_t first = 0; first < listed.count; first += kColumns) {
-      const int columns = smaller(listed.count - first, kColumns);
+    for (int64_t first = listed.begin; first < listed.end; first += kColumns) {
+      const int columns = smaller(listed.end - first, kColumns);
       __syncthreads();  // all threads have finished with the columns
       fill_lines<kColumns>(shared.columns, [&](int column) { return listed.line(first + column); });
       __syncthreads();

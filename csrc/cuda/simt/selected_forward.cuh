@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     Fragment<T> out[kOutputPanels];
 #pragma unroll
     for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
-    for (int64_t first = 0; first < listed.count; first += kColumns) {
-      const int columns = smaller(listed.count - first, kColumns);
+    for (int64_t first = listed.begin; first < listed.end; first += kColumns) {
+      const int columns = smaller(listed.end - first, kColumns);
       __syncthreads();  // all threads have finished with the columns
       fill_lines<kColumns>(shared.columns, [&](int column) { return listed.line(first + column); });
       __syncthreads();

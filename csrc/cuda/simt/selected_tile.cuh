@@ -227,14 +227,14 @@ struct QueryTiles {
   }
 };
 
-// The keys of a list, or of a part of it.
+// The keys of a list. Columns of tiles are begin .. end - 1 of them.
 struct ListedKeys {
   const int32_t* numbers;  // of blocks of keys
   int64_t key_size, keys;  // of a block, and of the call
-  int64_t count;           // of listed keys
+  int64_t begin, end;
 
   __device__ __forceinline__ TileLine line(int64_t index) const {
-    if (index >= count) return {-1, 0};
+    if (index >= end) return {-1, 0};
     const int64_t key = numbers[index / key_size] * key_size + index % key_size;
     return {key < keys ? key : -1, 0};
   }
@@ -269,14 +269,15 @@ struct QueryTile {
     return {first_query + index % queries, index / queries};
   }
 
-  // Leaves out blocks of which the windows show nothing.
+  // Leaves out tiles of which the windows show nothing. Tiles begin at multiples of their width in the list,
+  // so that a row's bits depend on the row alone.
   __device__ __forceinline__ ListedKeys listed_keys(const AttentionParams& p) const {
     const Selection& s = p.selection;
     const KeyRange visible = visible_keys(positions_of(p), first_query, first_query + queries - 1);
     const int32_t* const list = s.row(batch, head, list_row);
     const int64_t first = first_from(list, s.longest, visible.begin / s.key_size);
     const int64_t seen = first_from(list + first, s.longest - first, divide_up(visible.end, s.key_size));
-    return {list + first, s.key_size, p.keys, seen * s.key_size};
+    return {list, s.key_size, p.keys, first * s.key_size / kColumns * kColumns, (first + seen) * s.key_size};
   }
 };
 
