@@ -37,6 +37,25 @@ __device__ __forceinline__ void drop_listed(const DropoutPattern<T>& pattern,
   }
 }
 
+// The work of a block. It lies in shared memory behind the panels, so that it takes no registers.
+template <DType kDType>
+struct SelectedPlan {
+  QueryTile<typename Element<kDType>::Accumulation> at;
+  ListedKeys listed;
+  ListedRows<kDType> queries, keys, values;
+
+  __device__ __forceinline__ SelectedPlan(const AttentionParams& p, int64_t tile, const TileLine* rows,
+                                          const TileLine* columns)
+      : at(p, tile),
+        listed(at.listed_keys(p)),
+        queries(p.query, at.batch, at.head, rows),
+        keys(p.key, at.batch, p.kv_head(at.head), columns),
+        values(p.value, at.batch, p.kv_head(at.head), columns) {}
+};
+
+template <DType kDType, class T = typename Element<kDType>::Accumulation>
+constexpr size_t kSelectedForwardBytes = SelectedShared<T>::kBytes + sizeof(SelectedPlan<kDType>);
+
 template <DType kDType>
 __global__ void __launch_bounds__(kThreads, 2)
     selected_forward_kernel(const __grid_constant__ AttentionParams p,
@@ -47,16 +66,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t block = first_block + blockIdx.x;
   const int64_t parts = p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1;
   const int64_t first_column = block % parts * kOutputColumns;
-  const QueryTile<T> at(p, block / parts);
+  static_assert(SelectedShared<T>::kBytes % alignof(SelectedPlan<kDType>) == 0, "the plan is aligned");
+  auto& plan = *reinterpret_cast<SelectedPlan<kDType>*>(memory + SelectedShared<T>::kBytes);
+  if (threadIdx.x == 0) plan = SelectedPlan<kDType>(p, block / parts, shared.rows, shared.columns);
+  __syncthreads();
+  const QueryTile<T>& at = plan.at;
   if (at.rows == 0) return;
   fill_lines<kRows<T>>(shared.rows, [&](int row) { return at.line(row); });
   __syncthreads();
-  const ListedKeys listed = at.listed_keys(p);
   const bool has_rows = warp_has_rows<T>(at.rows);
-  const int64_t kv_head = p.kv_head(at.head);
-  const ListedRows<kDType> queries(p.query, at.batch, at.head, shared.rows);
-  const ListedRows<kDType> keys(p.key, at.batch, kv_head, shared.columns);
-  const ListedRows<kDType> values(p.value, at.batch, kv_head, shared.columns);
   const SelectedScores<T> scores(p, at.batch, at.head, shared.rows, shared.columns);
 
   RowState<T> state[kRowsPerThread<T>];
@@ -75,13 +93,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     Fragment<T> out[kOutputPanels];
 #pragma unroll
     for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
-    for (int64_t first = listed.begin; first < listed.end; first += kColumns) {
-      const int columns = smaller(listed.end - first, kColumns);
+    for (int64_t first = plan.listed.begin; first < plan.listed.end; first += kColumns) {
+      const int columns = smaller(plan.listed.end - first, kColumns);
       __syncthreads();  // all threads have finished with the columns
-      fill_lines<kColumns>(shared.columns, [&](int column) { return listed.line(first + column); });
+      fill_lines<kColumns>(shared.columns, [&](int column) { return plan.listed.line(first + column); });
       __syncthreads();
       Fragment<T> s;
-      multiply_listed(shared, queries, at.rows, keys, columns, p.head_dim, has_rows, s);
+      multiply_listed(shared, plan.queries, at.rows, plan.keys, columns, p.head_dim, has_rows, s);
       finish_scores(scores, shared.weights, s);
       if (again) {
         weigh_finally<T>(s, state);
@@ -95,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int n = 0; n < kOutputPanels; ++n) {
         const int64_t column = first_column + n * kColumns;
         if (column >= p.value_dim) continue;
-        add_weighted<kDType>(shared.weights, shared.column_panel, RowRange{values, 0, columns}, column,
+        add_weighted<kDType>(shared.weights, shared.column_panel, RowRange{plan.values, 0, columns}, column,
                              p.value_dim, has_rows, out[n]);
       }
     }
@@ -149,7 +167,7 @@ void selected_forward(const AttentionParams& p, const ForwardOutputs& outputs, c
   using T = typename Element<kDType>::Accumulation;
   const int64_t parts = p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1;
   launch_blocks(&selected_forward_kernel<kDType>, QueryTiles<T>(p).count(p) * parts, kThreads,
-                SelectedShared<T>::kBytes, where, p, outputs);
+                kSelectedForwardBytes<kDType>, where, p, outputs);
 }
 
 }  // namespace selfattn::cuda::simt
