@@ -168,7 +168,7 @@ def _latent() -> Iterable[Line]:
             quick = queries == 1
             yield Line(f"{name}, 16 heads, of reading", few, 0.85, 0.95, "of read", quick=quick)
             yield Line(f"{name}, 16 heads", few, 3.0, 7.0, quick=quick)
-            yield Line(f"{name}, 128 heads", replace(few, heads=128, keys=4096), 3.0, 7.0)
+            yield Line(f"{name}, 128 heads", replace(few, heads=128, keys=4096), 3.0, 7.0, quick=quick)
 
 
 def _small() -> Iterable[Line]:
