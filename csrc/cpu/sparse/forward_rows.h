@@ -46,15 +46,14 @@ class SelectedRows {
   int64_t items() const { return ranges() * p.batch * groups; }
 
   struct Parts {
-    typename Products::Query* query;  // of the heads
-    char *key_rows, *value_rows;      // gathered rows
-    // Of the heads, [heads][kMost]
-    T *scores, *bias, *visible, *factors;
-    T *rescale, *used;       // [heads]
-    T* sums;                 // [heads][stride] of a tile
-    SelectedList* lists;     // [queries] of the unit
-    RowSoftmax<T>* softmax;  // [queries][heads]
-    T* out;                  // [queries][heads][stride]
+    typename Products::Query* query;       // of the heads
+    char *key_rows, *value_rows;           // gathered rows
+    T *scores, *bias, *visible, *factors;  // [heads][kMost]
+    T *rescale, *used;                     // [heads]
+    T* sums;                               // [heads][stride] of a tile
+    SelectedList* lists;                   // [queries] of the unit
+    RowSoftmax<T>* softmax;                // [queries][heads]
+    T* out;                                // [queries][heads][stride]
 
     SELFATTN_OUT_OF_LINE void allocate(const SelectedRows& task, Arena& arena) {
       const AttentionParams& p = task.p;
