@@ -60,9 +60,11 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
   const uint32_t* weights = a.weights + row * a.ld;
   const float* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
   const RowRun soon_rows = values.soon_columns(at * 2, kWide * 64, a.value_dim * 2);
-  const int64_t count = values.rows.rows, step = values.rows.step, soon_step = soon_rows.step;
-  const char *first = values.rows.first + at * 2, *soon = soon_rows.first;
+  const int64_t count = values.rows.rows;
   for (int64_t j = 0; j < count; j += 2) {
+    const int64_t second = smaller(j + 1, count - 1);
+    const char *first_row = values.rows.row(j) + at * 2, *second_row = values.rows.row(second) + at * 2,
+               *first_soon = soon_rows.row(j), *second_soon = soon_rows.row(second);
     // The weight of a row that does not take part is 0.
     const bool takes_first = visible == nullptr || visible[j] != 0.0f;
     const bool takes_second = j + 1 < count && (visible == nullptr || visible[j + 1] != 0.0f);
@@ -70,13 +72,13 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
     __m512i above[kWide], below[kWide];
     SELFATTN_UNROLL
     for (int v = 0; v < kWide; ++v) {
-      fetch_ahead(soon + v * 64);
-      above[v] = load_values<!kTail>(first + v * 64, mask, takes_first);
+      fetch_ahead(first_soon + v * 64);
+      above[v] = load_values<!kTail>(first_row + v * 64, mask, takes_first);
     }
     SELFATTN_UNROLL
     for (int v = 0; v < kWide; ++v) {
-      fetch_ahead(soon + soon_step + v * 64);
-      below[v] = load_values<!kTail>(first + step + v * 64, mask, takes_second);
+      fetch_ahead(second_soon + v * 64);
+      below[v] = load_values<!kTail>(second_row + v * 64, mask, takes_second);
     }
     __m512bh x[2 * kWide];
     SELFATTN_UNROLL
@@ -84,8 +86,6 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
       x[2 * v] = (__m512bh)interleave_rows<0>(above[v], below[v]);
       x[2 * v + 1] = (__m512bh)interleave_rows<16>(above[v], below[v]);
     }
-    first += 2 * step;
-    soon += 2 * soon_step;
     SELFATTN_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const auto weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r * a.ld + j / 2]));

@@ -123,7 +123,7 @@ struct FewQueryRows {
     // The lines that a product prefetches while it uses `bytes` bytes of each row from `at` on: as many, in
     // the order of memory if there are no gaps.
     RowRun soon_columns(int64_t at, int64_t bytes, int64_t row_bytes) const {
-      if (soon.step != row_bytes || row_bytes % kLine != 0) return {soon.first + at, soon.rows, soon.step};
+      if (soon.step != row_bytes || row_bytes % kLine != 0) return soon.from_column(at);
       return {soon.first + at * soon.rows, soon.rows, bytes};
     }
   };
@@ -162,6 +162,31 @@ class EvenRows {
   DType dtype_;
   const char* first_;
   RowSpan rows_, soon_;
+};
+
+// Rows that lie anywhere, by a list of where they begin. They are expected in a cache, if not the nearest
+// one.
+class ListedRows {
+ public:
+  ListedRows(DType dtype, const char* const* rows, int64_t count)
+      : dtype_(dtype),
+        rows_(RowSpan::of_list(rows, count)),
+        soon_(RowSpan::of_list(rows + smaller(kAhead, count - 1), larger(count - kAhead, 1))),
+        first_(RowSpan::of_list(rows, smaller(kAhead, count))) {}
+  ListedRows(const ListedRows&) = delete;
+  ListedRows& operator=(const ListedRows&) = delete;
+
+  // `then`: the rows that are used after these.
+  FewQueryRows rows(const ListedRows* then) const {
+    const RowSpan* next = then != nullptr ? &then->first_ : nullptr;
+    return {dtype_, rows_.keys, RowWalk(rows_), RowsAhead(RowWalk(soon_, next))};
+  }
+
+ private:
+  static constexpr int64_t kAhead = 16;
+
+  DType dtype_;
+  RowSpan rows_, soon_, first_;
 };
 
 // How a row of n elements falls into vectors: `whole` elements in whole ones, and a last one that is shifted

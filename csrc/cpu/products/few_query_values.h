@@ -48,12 +48,9 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
   const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
   constexpr int64_t kBytes = sizeof(Element);
   const RowRun soon_rows = values.soon_columns(at * kBytes, kVecs * S::kWidth * kBytes, a.value_dim * kBytes);
-  const char *value_row = values.rows.first, *soon_row = soon_rows.first;
   for (int64_t j = 0; j < values.rows.rows; ++j) {
-    const auto* value = reinterpret_cast<const Element*>(value_row);
-    const auto* soon = reinterpret_cast<const Element*>(soon_row);
-    value_row += values.rows.step;
-    soon_row += soon_rows.step;
+    const auto* value = reinterpret_cast<const Element*>(values.rows.row(j));
+    const auto* soon = reinterpret_cast<const Element*>(soon_rows.row(j));
     if (kRows == 1 && visible != nullptr && visible[j] == T(0)) continue;
     typename S::Vec x[kVecs];
     SELFATTN_UNROLL

@@ -24,6 +24,13 @@ struct RowSpan {
   int64_t keys;
   int64_t key_step, head_step;  // bytes
   int64_t head = 0, heads = 1;  // the first head, and how many
+  bool listed = false;          // every page is a row, and products get all of them at once
+
+  static RowSpan of_list(const char* const* rows, int64_t count) {
+    RowSpan span{rows, 1, 0, count, 0, 0};
+    span.listed = true;
+    return span;
+  }
 
   RowSpan of_heads(int64_t count) const {
     RowSpan span = *this;
@@ -82,6 +89,12 @@ class RowRuns {
       enter(*then_);
       then_ = nullptr;
     }
+    if (span_->listed) {
+      const RowRun run{*page_, keys_, 0, page_};
+      last_ = run.row(keys_ - 1);
+      keys_ = 0;
+      return run;
+    }
     const char* key = *page_ + head_ * span_->head_step + first_ * span_->key_step;
     const int64_t in_page = span_->page_keys - first_;
     // With several heads, rows stay evenly spaced beyond a key if no other rows lie between them.
@@ -129,7 +142,8 @@ class RowWalk {
   int64_t even() const { return run_.rows; }
   // Takes the next n of these. The next two may always be taken, since any two rows are evenly spaced.
   RowRun take(int64_t n) {
-    RowRun rows{run_.first, n, run_.step};
+    RowRun rows = run_;
+    rows.rows = n;
     if (n > run_.rows) {
       const char* first = next();
       rows = {first, 2, next() - first};
@@ -139,19 +153,13 @@ class RowWalk {
     return rows;
   }
 
-  SELFATTN_INLINE const char* next() {
-    const char* row = run_.first;
-    run_.first += run_.step;
-    if (--run_.rows == 0) run_ = next_of(runs_);
-    return row;
-  }
+  SELFATTN_INLINE const char* next() { return next_of_run(run_, runs_); }
   void skip(int64_t rows) {
     while (rows >= run_.rows) {
       rows -= run_.rows;
       run_ = next_of(runs_);
     }
-    run_.first += rows * run_.step;
-    run_.rows -= rows;
+    run_.skip(rows);
   }
   // The same rows of another head.
   RowWalk of_head(int64_t head) const {
@@ -164,12 +172,7 @@ class RowWalk {
   class Steps {
    public:
     explicit SELFATTN_INLINE Steps(RowWalk& walk) : runs_(walk.runs_), run_(walk.run_) {}
-    SELFATTN_INLINE const char* next() {
-      const char* row = run_.first;
-      run_.first += run_.step;
-      if (--run_.rows == 0) run_ = next_of(runs_);
-      return row;
-    }
+    SELFATTN_INLINE const char* next() { return next_of_run(run_, runs_); }
 
    private:
     RowRuns& runs_;
@@ -177,6 +180,7 @@ class RowWalk {
   };
 
   int64_t step() const { return run_.step; }
+  bool listed() const { return run_.list != nullptr; }
   // Whether only the last row is left, for ever.
   bool ended() const { return run_.step == 0 && run_.rows > INT64_MAX / 2; }
 
@@ -185,6 +189,15 @@ class RowWalk {
   RowRun run_;
 
   SELFATTN_OUT_OF_LINE static RowRun next_of(RowRuns& runs) { return runs.next(); }
+  static SELFATTN_INLINE const char* next_of_run(RowRun& run, RowRuns& runs) {
+    const char* row = run.first;
+    if (run.rows == 1) {
+      run = next_of(runs);
+    } else {
+      run.skip(1);
+    }
+    return row;
+  }
 };
 
 // Prefetches a line. It reads nothing, so the address may lie past the tensor's end. kFetchInto is 3 for all

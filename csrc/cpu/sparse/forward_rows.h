@@ -33,7 +33,7 @@ class SelectedRows {
         heads(heads_of_list(params)),
         groups(p.heads / larger(heads, 1)),
         stride(round_up(p.value_dim, 32)) {
-    constexpr int64_t kMostQueries = 1024, kSums = 768 * 1024, kKeys = 512 * 1024;
+    constexpr int64_t kMostQueries = 1024, kSums = 768 * 1024, kKeys = 1024 * 1024;
     const int64_t row_bytes = larger(heads * stride * static_cast<int64_t>(sizeof(T)), 1),
                   key_bytes = larger((p.head_dim + p.value_dim) * size_of(p.dtype), 1);
     // Results do not depend on the size of units, but on how many keys all of its queries meet before the
@@ -47,7 +47,7 @@ class SelectedRows {
 
   struct Parts {
     typename Products::Query* query;       // of the heads
-    char *key_rows, *value_rows;           // gathered rows
+    const char **key_rows, **value_rows;   // where those of a tile begin
     T *scores, *bias, *visible, *factors;  // [heads][kMost]
     T *rescale, *used;                     // [heads]
     T* sums;                               // [heads][stride] of a tile
@@ -59,8 +59,8 @@ class SelectedRows {
       const AttentionParams& p = task.p;
       const int64_t block = task.heads * TileKeys::kMost, rows = task.unit_queries * task.heads;
       query = arena.take<typename Products::Query>(Products::queries_size(p, task.heads));
-      key_rows = arena.take<char>(copied_bytes<P>(p, TileKeys::kMost, p.head_dim));
-      value_rows = arena.take<char>(copied_bytes<P>(p, TileKeys::kMost, p.value_dim));
+      key_rows = arena.take<const char*>(TileKeys::kMost);
+      value_rows = arena.take<const char*>(TileKeys::kMost);
       for (T** of_tile : {&scores, &bias, &visible, &factors}) *of_tile = arena.take<T>(block);
       for (T** of_heads : {&rescale, &used}) *of_heads = arena.take<T>(task.heads);
       sums = arena.take<T>(Products::sums_rows(task.heads) * task.stride);
@@ -138,10 +138,10 @@ class SelectedRows {
     }
     if (!shown) return;
     const int64_t kv_head = p.kv_head(unit.head);
-    const RowSource key_rows = gathered<P>(p, unit.batch, kv_head, keys, p.key, p.head_dim, s.key_rows);
-    const RowSource value_rows =
-        gathered<P>(p, unit.batch, kv_head, keys, p.value, p.value_dim, s.value_rows);
-    Products::scores(p, s.query, heads, evenly(key_rows).rows(), s.scores, ld);
+    list_rows(p.key, unit.batch, kv_head, keys, s.key_rows);
+    list_rows(p.value, unit.batch, kv_head, keys, s.value_rows);
+    const ListedRows key_rows(p.dtype, s.key_rows, keys.count), value_rows(p.dtype, s.value_rows, keys.count);
+    Products::scores(p, s.query, heads, key_rows.rows(&value_rows), s.scores, ld);
     const int64_t first_row = (query - unit.first) * heads;
     for (int64_t h = 0; h < heads; ++h) {
       T* const scores = s.scores + h * ld;
@@ -155,12 +155,19 @@ class SelectedRows {
       }
       s.used[h] = Products::round_weights(keys.count, scores);
     }
-    add_values(s, evenly(value_rows).rows(), s.out + first_row * stride, leave_hidden_out);
+    add_values(s, value_rows.rows(nullptr), s.out + first_row * stride, leave_hidden_out);
   }
 
-  EvenRows evenly(const RowSource& s) const {
-    const int64_t bytes = size_of(s.dtype);
-    return {s.dtype, s.data, s.rows, s.stride * bytes, s.columns * bytes};
+  // Lists where the rows of a tile's keys begin in a view of keys or values.
+  void list_rows(const View& view, int64_t batch, int64_t kv_head, const TileKeys& keys,
+                 const char** rows) const {
+    const int64_t size = size_of(p.dtype), first = view.offset(batch, kv_head, 0), step = view.stride[2];
+    for (int64_t j = 0; j < keys.count; ++j) {
+      const int64_t offset = p.pages.table == nullptr
+                                 ? first + keys.key[j] * step
+                                 : offset_of_key(view, p.pages, batch, kv_head, keys.key[j]);
+      rows[j] = static_cast<const char*>(view.data) + offset * size;
+    }
   }
 
   // Turns a row of products into scores, -inf where hidden and, up to a whole vector, past the last key.
