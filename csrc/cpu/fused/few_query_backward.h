@@ -10,9 +10,8 @@
 #include "../products/few_query_outer.h"
 #include "../products/few_query_scores.h"
 #include "../products/few_query_values.h"
-#include "decode_rows.h"
 #include "gradient_results.h"
-#include "gradient_strip.h"
+#include "gradient_row.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -28,55 +27,6 @@ constexpr OptionSet kFewQueryBackwardOptions = {
 inline int64_t most_in_backward(const AttentionParams& p) {
   return options_of(p).within(kFewQueryBackwardOptions) && scale_keeps_queries(p.scale) ? most_few_queries(p)
                                                                                         : -1;
-}
-
-// This is what the gradient of a row's softmax needs; see GradientStrip.
-template <class T>
-struct GradientRow {
-  T row_max, inverse_sum, delta, grad_mean;
-};
-
-// Loads a row of queries and of dO, padded; `out` and `residual` are room for such a row. With kv heads in
-// several chunks, one of them stores the gradient of the row's sink.
-template <class T>
-GradientRow<T> load_gradient_row(const AttentionParams& p, const BackwardArguments& a, const DecodeRow& at,
-                                 bool stores_sink, T* query, T* grad_out, T* out, T* residual) {
-  using S = Simd<T>;
-  const auto load = [&](T* to, const View& view, int64_t columns, T factor) {
-    load_padded_row<T>(to, element(view.data, p.dtype, view.offset(at.batch, at.head, at.query)), p.dtype,
-                       columns, factor);
-  };
-  load(query, p.query, p.head_dim, static_cast<T>(p.scale));
-  load(grad_out, a.grad_out, p.value_dim, T(1));
-  load(out, a.out, p.value_dim, T(1));
-  if (a.out_residual.data != nullptr) {
-    load(residual, a.out_residual, p.value_dim, T(1));
-    for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
-      S::store(out + e, S::add(S::load(out + e), S::load(residual + e)));
-    }
-  }
-  const int64_t index = p.row(at.batch, at.head, at.query);
-  const T most = static_cast<const T*>(a.row_max)[index], sum = static_cast<const T*>(a.row_sum)[index];
-  GradientRow<T> row{most == -std::numeric_limits<T>::infinity() ? T(0) : most,
-                     sum == T(0) ? T(0) : T(1) / sum, few_query_dot<T>(grad_out, out, p.value_dim), T(0)};
-  if (a.grad_row != nullptr) row.delta += static_cast<const T*>(a.grad_row)[index];
-  if (a.grad_mean != nullptr) row.grad_mean = static_cast<const T*>(a.grad_mean)[index];
-  if (stores_sink && a.grad_sinks_rows != nullptr) {
-    static_cast<T*>(a.grad_sinks_rows)[index] = sink_gradient<T>(
-        a, index, head_scalar<T>(p.sinks, at.batch, at.head), row.row_max, row.inverse_sum, row.delta);
-  }
-  return row;
-}
-
-// Turns scores into weights. If a row's sum is NaN, its hidden keys keep weights of 0.
-template <class T>
-SELFATTN_INLINE typename Simd<T>::Vec normalised_weight(typename Simd<T>::Vec score,
-                                                        typename Simd<T>::Vec shift,
-                                                        typename Simd<T>::Vec inverse) {
-  using S = Simd<T>;
-  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
-  return S::select(S::equal(score, hidden), S::set(T(0)),
-                   S::mul(exp_nonpositive<T>(S::sub(score, shift)), inverse));
 }
 
 template <class T>
@@ -120,25 +70,22 @@ struct FewQueryBackwardTask {
   }
 
   struct Parts {
-    T *query, *grad_out;  // [rows][padded], the queries times the scale
-    T *out, *residual;    // [padded] of one row
-    // [rows], as in GradientStrip
-    T *row_max, *inverse_sum, *delta, *grad_mean;
-    T* slopes;                           // [rows] sums of dS times -|distance|
-    T *weights, *grad, *visible, *bias;  // [rows][kBlock]
-    T *cap, *keep;                       // [kBlock] of one row: factors of the softcap and of dropout
-    T* of_statistics;                    // [kBlock] of one row: what gradients of statistics add to dP
-    T* sums;                             // [rows][query_stride] dQ without the scale
+    T *query, *grad_out;                       // [rows][padded], the queries times the scale
+    T *out, *residual;                         // [padded] of one row
+    GradientRow<T>* gradient_rows;             // [rows]
+    T* slopes;                                 // [rows] sums of dS times -|distance|
+    T *weights, *grad, *visible, *bias;        // [rows][kBlock]
+    T *cap, *keep, *of_statistics, *distance;  // [kBlock] of one row: its GradientTerms
+    T* sums;                                   // [rows][query_stride] dQ without the scale
 
     SELFATTN_OUT_OF_LINE void allocate(const FewQueryBackwardTask& t, Arena& arena) {
       query = arena.take<T>(t.rows * t.query_stride);
       grad_out = arena.take<T>(t.rows * t.value_stride);
       for (T** of_one : {&out, &residual}) *of_one = arena.take<T>(t.value_stride);
-      for (T** of_rows : {&row_max, &inverse_sum, &delta, &grad_mean, &slopes}) {
-        *of_rows = arena.take<T>(t.rows);
-      }
+      gradient_rows = arena.take<GradientRow<T>>(t.rows);
+      slopes = arena.take<T>(t.rows);
       for (T** block : {&weights, &grad, &visible, &bias}) *block = arena.take<T>(t.rows * kBlock);
-      for (T** of_one : {&cap, &keep, &of_statistics}) *of_one = arena.take<T>(kBlock);
+      for (T** of_one : {&cap, &keep, &of_statistics, &distance}) *of_one = arena.take<T>(kBlock);
       sums = arena.take<T>(t.rows * t.query_stride);
     }
   };
@@ -184,13 +131,8 @@ struct FewQueryBackwardTask {
   }
 
   void load_row_of_queries(const Item& item, int64_t r, Scratch& s) const {
-    const GradientRow<T> of_row =
-        load_gradient_row<T>(p, a, row(item, r), item.chunk == 0, s.query + r * query_stride,
-                             s.grad_out + r * value_stride, s.out, s.residual);
-    s.row_max[r] = of_row.row_max;
-    s.inverse_sum[r] = of_row.inverse_sum;
-    s.delta[r] = of_row.delta;
-    s.grad_mean[r] = of_row.grad_mean;
+    s.gradient_rows[r] = load_gradient_row<T>(p, a, row(item, r), item.chunk == 0, s.query + r * query_stride,
+                                              s.grad_out + r * value_stride, s.out, s.residual);
   }
 
   // Adds the item's keys to dQ, and stores their gradients. Returns whether all sums are finite.
@@ -246,7 +188,7 @@ struct FewQueryBackwardTask {
     for (int64_t r = 0; r < rows; ++r) {
       const DecodeRow at = row(item, r);
       T* const weights = s.weights + r * kBlock;
-      if (p.softcap > 0.0) keep_softcap_gradient(keys, weights, s.cap);
+      if (p.softcap > 0.0) keep_softcap_gradient<T>(p, keys, weights, s.cap);
       finish_row<T>(p, at, key, keys, masked ? s.bias + r * kBlock : nullptr, weights);
       if (leave_hidden_out) mark_visible_row<T>(keys, weights, s.visible + r * kBlock);
       if (a.grad_weights.data != nullptr) add_weights_gradient(at, key, keys, s.grad + r * kBlock);
@@ -262,15 +204,6 @@ struct FewQueryBackwardTask {
     for (int64_t j = 0; j < keys; ++j) grad[j] += load_element<T>(g.data, g.dtype, first + j * g.stride[3]);
   }
 
-  // Stores the softcap's derivative at some scores: 1 - tanh^2.
-  void keep_softcap_gradient(int64_t keys, const T* scores, T* cap) const {
-    const auto inverse_cap = S::set(static_cast<T>(1.0 / p.softcap)), one = S::set(T(1));
-    for (int64_t j = 0; j < keys; j += S::kWidth) {
-      const auto t = tanh<T>(S::mul(S::load(scores + j), inverse_cap));
-      S::store(cap + j, S::sub(one, S::mul(t, t)));
-    }
-  }
-
   // Does for a row what gradients_of_statistics does for a strip.
   void add_of_statistics(const DecodeRow& at, int64_t r, int64_t key, int64_t keys, Scratch& s) const {
     const T* const scores = s.weights + r * kBlock;
@@ -280,45 +213,33 @@ struct FewQueryBackwardTask {
       std::copy(of_keys, of_keys + keys, s.of_statistics);
     }
     if (a.grad_mean == nullptr) return;
-    const auto shift = S::set(s.row_max[r]), grad_mean = S::set(s.grad_mean[r]);
+    const auto shift = S::set(s.gradient_rows[r].row_max), grad_mean = S::set(s.gradient_rows[r].grad_mean);
     for (int64_t j = 0; j < keys; j += S::kWidth) {
       const auto difference = S::sub(S::load(scores + j), shift);
       S::store(s.of_statistics + j, S::fma(grad_mean, difference, S::load(s.of_statistics + j)));
     }
   }
 
-  // Turns a row's scores into weights, and dP into dS, up to a whole vector. What lies past the last key is
-  // anything; its weight is not used.
   void weigh_row(const DecodeRow& at, int64_t r, int64_t key, int64_t keys, Scratch& s) const {
-    T *const weights = s.weights + r * kBlock, *const grad = s.grad + r * kBlock;
-    const bool drops = p.dropout.enabled, capped = p.softcap > 0.0;
-    if (drops) {
+    GradientTerms<T> terms;
+    if (p.dropout.enabled) {
       for (int64_t j = 0; j < kBlock; j += S::kWidth) S::store(s.keep + j, S::set(T(1)));
       drop_row<T>(p.dropout, at, key, keys, s.keep);
+      terms.keep = s.keep;
     }
-    const bool adds = has_gradients_of_statistics(a);
-    if (adds) add_of_statistics(at, r, key, keys, s);
-    const auto shift = S::set(s.row_max[r]), inverse = S::set(s.inverse_sum[r]), delta = S::set(s.delta[r]);
-    const auto zero = S::set(T(0));
-    auto slope = S::set(T(0));
-    for (int64_t j = 0; j < keys; j += S::kWidth) {
-      const auto weight = normalised_weight<T>(S::load(weights + j), shift, inverse);
-      auto weight_grad = S::load(grad + j);
-      if (drops) weight_grad = S::mul(weight_grad, S::load(s.keep + j));
-      if (adds) weight_grad = S::add(weight_grad, S::load(s.of_statistics + j));
-      auto score_grad = score_gradient<T>(weight, weight_grad, delta);
-      if (a.grad_slopes_rows != nullptr) {
-        slope = S::sub(slope, S::mul(distances<T>(at.query + p.query_offset - key - j), score_grad));
-      }
-      if (capped) {
-        // If the gradient is 0, the key may be hidden and the factor NaN.
-        const auto product = S::mul(score_grad, S::load(s.cap + j));
-        score_grad = S::select(S::equal(score_grad, zero), zero, product);
-      }
-      S::store(weights + j, drops ? S::mul(weight, S::load(s.keep + j)) : weight);
-      S::store(grad + j, score_grad);
+    if (has_gradients_of_statistics(a)) {
+      add_of_statistics(at, r, key, keys, s);
+      terms.added = s.of_statistics;
     }
-    s.slopes[r] += first_lane<T>(sum_of_lanes<T>(slope));
+    if (a.grad_slopes_rows != nullptr) {
+      for (int64_t j = 0; j < keys; j += S::kWidth) {
+        S::store(s.distance + j, distances<T>(at.query + p.query_offset - key - j));
+      }
+      terms.distance = s.distance;
+    }
+    if (p.softcap > 0.0) terms.cap = s.cap;
+    s.slopes[r] +=
+        weigh_gradient_row<T>(s.gradient_rows[r], terms, keys, s.weights + r * kBlock, s.grad + r * kBlock);
   }
 };
 

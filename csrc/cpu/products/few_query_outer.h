@@ -80,4 +80,58 @@ SELFATTN_OUT_OF_LINE bool few_query_outer(const FewQueryOuter<T>& a, int64_t key
   return few_query_outer_as<T, StoredAsT<T>>(a, keys, to);
 }
 
+// Adds kVecs vectors of columns from e on to the row of each key, for kRows rows, which stay in registers.
+template <class T, int kRows, int kVecs>
+SELFATTN_INLINE void add_outer_columns(const FewQueryOuter<T>& a, int64_t row, int64_t keys, T* const* to,
+                                       int64_t e) {
+  using S = Simd<T>;
+  constexpr int64_t kAhead = 8;
+  typename S::Vec rows[kRows][kVecs];
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) rows[r][v] = S::load(a.rows + (row + r) * a.stride + e + v * S::kWidth);
+  }
+  const T *weights = a.weights + row * a.ld,
+          *visible = a.visible != nullptr ? a.visible + row * a.ld : nullptr;
+  for (int64_t j = 0; j < keys; ++j) {
+    prefetch_block(to[smaller(j + kAhead, keys - 1)] + e, 0, 1, kVecs * S::kWidth * sizeof(T));
+    typename S::Vec sums[kVecs];
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) sums[v] = S::load(to[j] + e + v * S::kWidth);
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (visible != nullptr && visible[r * a.ld + j] == T(0)) continue;
+      const auto weight = S::set(weights[r * a.ld + j]);
+      SELFATTN_UNROLL
+      for (int v = 0; v < kVecs; ++v) sums[v] = S::fma(weight, rows[r][v], sums[v]);
+    }
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) S::store(to[j] + e + v * S::kWidth, sums[v]);
+  }
+}
+
+template <class T, int kRows>
+void add_outer_rows(const FewQueryOuter<T>& a, int64_t row, int64_t keys, T* const* to, int64_t padded) {
+  constexpr int kVecs = kFewQueryTile<T> / kRows;
+  constexpr int64_t kColumns = kVecs * Simd<T>::kWidth;
+  int64_t e = 0;
+  for (; e + kColumns <= padded; e += kColumns) add_outer_columns<T, kRows, kVecs>(a, row, keys, to, e);
+  for (; e < padded; e += Simd<T>::kWidth) add_outer_columns<T, kRows, 1>(a, row, keys, to, e);
+}
+
+// Adds what the rows add to `keys` keys, whose sums begin at to[key] and have `padded` columns, whole
+// vectors.
+template <class T>
+SELFATTN_OUT_OF_LINE void add_few_query_outer(const FewQueryOuter<T>& a, int64_t keys, T* const* to,
+                                              int64_t padded) {
+  int64_t row = 0;
+  for (; row + 4 <= a.count; row += 4) add_outer_rows<T, 4>(a, row, keys, to, padded);
+  if (row + 2 <= a.count) {
+    add_outer_rows<T, 2>(a, row, keys, to, padded);
+    row += 2;
+  }
+  if (row < a.count) add_outer_rows<T, 1>(a, row, keys, to, padded);
+}
+
 }  // namespace selfattn::cpu::SELFATTN_ISA

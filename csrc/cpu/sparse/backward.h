@@ -8,79 +8,13 @@
 #include <memory>
 #include <thread>
 
+#include "backward_rows.h"
+#include "deltas.h"
 #include "forward_tile.h"
 #include "gradient_tile.h"
 #include "selected_calls.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
-
-// The backward computes delta of each row before it begins. It also keeps the sums of dQ here if T is not the
-// tensors' type. Rows are in the order of row statistics.
-template <class P>
-struct SelectedWorkspace {
-  using T = Scalar<P>;
-
-  T *deltas, *grad_query;
-
-  SELFATTN_OUT_OF_LINE void allocate(const AttentionParams& p, Arena& arena) {
-    const int64_t rows = (p.sequences.query_starts != nullptr ? 1 : p.batch) * p.heads * p.rows_per_head;
-    deltas = arena.take<T>(rows);
-    grad_query = p.dtype == dtype_of<T>() ? nullptr : arena.take<T>(rows * p.head_dim);
-  }
-  static SelectedWorkspace at(const AttentionParams& p, void* memory) {
-    SelectedWorkspace workspace;
-    Arena counted;
-    workspace.allocate(p, counted);
-    // The arena counted from 0.
-    const auto first = reinterpret_cast<uintptr_t>(memory);
-    workspace.deltas = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(workspace.deltas) + first);
-    if (p.dtype != dtype_of<T>()) {
-      workspace.grad_query = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(workspace.grad_query) + first);
-    }
-    return workspace;
-  }
-  // Returns what begins with a later row.
-  SelectedWorkspace from(int64_t row, int64_t head_dim) const {
-    return {deltas + row, grad_query == nullptr ? nullptr : grad_query + row * head_dim};
-  }
-};
-
-// Computes the deltas of all rows, and the gradients of the sinks. An item is a strip of neighbouring
-// queries.
-template <class P>
-struct DeltaTask {
-  using T = Scalar<P>;
-
-  const AttentionParams& p;
-  const BackwardArguments& a;
-  T* deltas;
-
-  DeltaTask(const AttentionParams& params, const BackwardArguments& arguments, T* first)
-      : p(params), a(arguments), deltas(first) {}
-  int64_t strips() const { return divide_up(p.queries, kLanes<P>); }
-  int64_t items() const { return p.batch * p.heads * strips(); }
-
-  struct Parts {
-    GradientStrip<P> strip;
-    SELFATTN_OUT_OF_LINE void allocate(const DeltaTask& task, Arena& arena) { strip.allocate(task.p, arena); }
-  };
-  using Scratch = WorkerScratch<Parts, Session<P>>;
-
-  void operator()(int64_t item, Scratch& s) const {
-    s.lay_out(*this);
-    const int64_t first = item % strips() * kLanes<P>, head = item / strips() % p.heads,
-                  batch = item / strips() / p.heads;
-    s.strip.begin_gradient(p, a, batch, head, first, smaller(kLanes<P>, p.queries - first));
-    const int64_t row = s.strip.row(p);
-    for (int64_t lane = 0; lane < s.strip.count; ++lane) {
-      deltas[row + lane] = s.strip.delta[lane];
-      if (a.grad_sinks_rows == nullptr) continue;
-      static_cast<T*>(a.grad_sinks_rows)[row + lane] =
-          sink_gradient(a, row + lane, head_scalar<T>(p.sinks, batch, head), s.strip.row_max[lane],
-                        s.strip.inverse_sum[lane], s.strip.delta[lane]);
-    }
-  }
-};
 
 template <class P>
 class SelectedBackward {
@@ -93,8 +27,9 @@ class SelectedBackward {
         a(arguments),
         workspace(rows),
         by_blocks(goes_by_blocks(params)),
-        chunk(chunk_keys<P>(params)),
-        chunks(chunk_count<P>(params)),
+        by_rows(kDirect<P> && goes_by_rows(params)),
+        chunk(by_rows ? chunk_of_rows(params) : chunk_keys<P>(params)),
+        chunks(larger(divide_up(params.keys, chunk), 1)),
         heads_kv(params.batch * params.kv_heads),
         unit_heads(by_blocks ? 1 : smaller(p.heads / p.kv_heads, p.selection.heads_per_list)),
         steps_done(new std::atomic<int64_t>[static_cast<size_t>(chunks * heads_kv)]) {
@@ -110,6 +45,7 @@ class SelectedBackward {
 
   struct Parts {
     SelectedGradientScratch<P> tile;
+    SelectedGradientRows<T> heads;
     TileRows<P> rows;
     int64_t at[kLanes<P>];             // the place of each lane's row among those of the unit
     KeySums<T> chunk_sums, scattered;  // scattered are those of a tile whose keys are not neighbours
@@ -123,7 +59,11 @@ class SelectedBackward {
       constexpr int64_t kTileRows = 16;
       const int64_t most = smaller(task.chunk, larger(task.p.keys, 1)) + kTileRows,
                     units = task.unit_queries * task.unit_heads;
-      tile.allocate(task.p, task.by_blocks ? most : kKeyBlock, arena);
+      if (task.by_rows) {
+        heads.allocate(task.p, task.unit_heads, arena);
+      } else {
+        tile.allocate(task.p, task.by_blocks ? most : kKeyBlock, arena);
+      }
       const auto sums = [&](RowSums<T>& rows, int64_t count, int64_t columns) {
         rows.stride = round_up_to_vector<T>(columns);
         rows.data = arena.take<T>(count * rows.stride);
@@ -154,6 +94,8 @@ class SelectedBackward {
         begin_unit(s, unit);
         if (by_blocks) {
           meet_blocks(s, unit, keys);
+        } else if (by_rows) {
+          meet_rows(s, unit, keys);
         } else {
           meet_queries(s, unit, keys);
         }
@@ -163,7 +105,7 @@ class SelectedBackward {
     }
     const int64_t count = keys.end - keys.begin;
     store_sums<T>(a.grad_key, p.dtype, batch, kv_head, keys.begin, count, p.head_dim,
-                  {s.chunk_sums.key.data, s.chunk_sums.key.stride}, static_cast<T>(p.scale));
+                  {s.chunk_sums.key.data, s.chunk_sums.key.stride}, by_rows ? T(1) : static_cast<T>(p.scale));
     store_sums<T>(a.grad_value, p.dtype, batch, kv_head, keys.begin, count, p.value_dim,
                   {s.chunk_sums.value.data, s.chunk_sums.value.stride}, T(1));
   }
@@ -172,7 +114,7 @@ class SelectedBackward {
   const AttentionParams& p;
   const BackwardArguments& a;
   SelectedWorkspace<P> workspace;
-  bool by_blocks;
+  bool by_blocks, by_rows;
   int64_t chunk, chunks, heads_kv;
   int64_t unit_heads, unit_queries;
   std::unique_ptr<std::atomic<int64_t>[]>
@@ -183,6 +125,15 @@ class SelectedBackward {
   struct Unit {
     int64_t first, end, head;
   };
+
+  // Returns the keys of a chunk for few heads, whose tiles are those of one query: what begins and ends them
+  // shows if a query has few keys in a chunk. Long sequences have enough chunks for the threads all the same.
+  static int64_t chunk_of_rows(const AttentionParams& p) {
+    constexpr int64_t kFewestChunks = 16, kMostBytes = 2 * 1024 * 1024;
+    const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T),
+                  most = smaller(kMostBytes / larger(row, 1), 2048);
+    return larger(smaller(round_up(p.keys / kFewestChunks, kKeyBlock), most), chunk_keys<P>(p));
+  }
 
   int64_t list_heads() const { return p.heads / p.selection.heads_per_list; }
   void build_lists() {
@@ -318,6 +269,26 @@ class SelectedBackward {
     };
     add(s.chunk_sums.key, s.scattered.key);
     add(s.chunk_sums.value, s.scattered.value);
+  }
+
+  // Tiles of few heads of each query and the keys of the chunk that it selected.
+  void meet_rows(Scratch& s, const Unit& unit, KeyRange keys) const {
+    for (int64_t query = unit.first; query < unit.end; ++query) {
+      const KeyRange visible = visible_keys(p, query, query);
+      const KeyRange range{larger(keys.begin, visible.begin), smaller(keys.end, visible.end)};
+      const int64_t at = (query - unit.first) * unit_heads;
+      bool begun = false;
+      SelectedList list = list_of(p, s.rows.batch, unit.head, query);
+      for_each_tile(p, list, range, TileKeys::kMost, [&](const TileKeys& tile) {
+        if (!begun) {
+          const RowSums<T> sums{s.grad_query.data + at * s.grad_query.stride, s.grad_query.stride};
+          s.heads.begin(p, a, {s.rows.batch, unit.head, query}, workspace.deltas, sums, s.slopes + at);
+          begun = true;
+        }
+        s.heads.meet(p, a, tile, s.chunk_sums, keys.begin);
+      });
+      for (int64_t i = 0; begun && i < unit_heads; ++i) s.touched[at + i] = true;
+    }
   }
 
   // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of a unit.

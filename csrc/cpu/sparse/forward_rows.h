@@ -1,23 +1,13 @@
-// The forward of selected keys for few heads: those of a query meet the keys that it sees as in decoding,
-// each in a row of its own with the keys side by side. In a strip most lanes would be empty.
+// The forward of selected keys for few heads: see row_tile.h.
 #pragma once
 
 #include "../fused/decode_rows.h"
 #include "../products/few_query_products.h"
 #include "forward_tile.h"
+#include "row_tile.h"
 #include "selected_calls.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
-
-// Returns how many query heads share lists and a kv head.
-inline int64_t heads_of_list(const AttentionParams& p) {
-  return smaller(p.heads / larger(p.kv_heads, 1), p.selection.heads_per_list);
-}
-
-inline bool has_few_heads(const AttentionParams& p) {
-  return heads_of_list(p) <= most_few_queries(p) && scale_keeps_queries(p.scale);
-}
-inline bool goes_by_rows(const AttentionParams& p) { return !goes_by_blocks(p) && has_few_heads(p); }
 
 // An item is a range of queries of the heads that share lists and a kv head. As in SelectedForward, it goes
 // through the keys in ascending order, so that they stay in a cache for all queries of the range.
@@ -138,14 +128,14 @@ class SelectedRows {
     }
     if (!shown) return;
     const int64_t kv_head = p.kv_head(unit.head);
-    list_rows(p.key, unit.batch, kv_head, keys, s.key_rows);
-    list_rows(p.value, unit.batch, kv_head, keys, s.value_rows);
+    list_rows(p, p.key, unit.batch, kv_head, keys, s.key_rows);
+    list_rows(p, p.value, unit.batch, kv_head, keys, s.value_rows);
     const ListedRows key_rows(p.dtype, s.key_rows, keys.count), value_rows(p.dtype, s.value_rows, keys.count);
     Products::scores(p, s.query, heads, key_rows.rows(&value_rows), s.scores, ld);
     const int64_t first_row = (query - unit.first) * heads;
     for (int64_t h = 0; h < heads; ++h) {
       T* const scores = s.scores + h * ld;
-      finish_scores_of_row(keys.count, biased ? s.bias + h * ld : nullptr, scores);
+      finish_scores_of_row<T>(p, keys.count, biased ? s.bias + h * ld : nullptr, scores);
       if (leave_hidden_out) mark_visible_row<T>(keys.count, scores, s.visible + h * ld);
       softmax_row<T, Statistics::kNone>(keys.count, scores, s.softmax + first_row + h, s.rescale + h);
       if (p.dropout.enabled) {
@@ -156,38 +146,6 @@ class SelectedRows {
       s.used[h] = Products::round_weights(keys.count, scores);
     }
     add_values(s, value_rows.rows(nullptr), s.out + first_row * stride, leave_hidden_out);
-  }
-
-  // Lists where the rows of a tile's keys begin in a view of keys or values.
-  void list_rows(const View& view, int64_t batch, int64_t kv_head, const TileKeys& keys,
-                 const char** rows) const {
-    const int64_t size = size_of(p.dtype), first = view.offset(batch, kv_head, 0), step = view.stride[2];
-    for (int64_t j = 0; j < keys.count; ++j) {
-      const int64_t offset = p.pages.table == nullptr
-                                 ? first + keys.key[j] * step
-                                 : offset_of_key(view, p.pages, batch, kv_head, keys.key[j]);
-      rows[j] = static_cast<const char*>(view.data) + offset * size;
-    }
-  }
-
-  // Turns a row of products into scores, -inf where hidden and, up to a whole vector, past the last key.
-  void finish_scores_of_row(int64_t keys, const T* bias, T* s) const {
-    using S = Simd<T>;
-    const int64_t padded = round_up_to_vector<T>(keys);
-    const auto hidden = S::set(-std::numeric_limits<T>::infinity());
-    const bool capped = p.softcap > 0.0;
-    const auto cap = S::set(static_cast<T>(p.softcap));
-    const auto inverse_cap = S::set(static_cast<T>(capped ? 1.0 / p.softcap : 0.0));
-    for (int64_t j = 0; (capped || bias != nullptr) && j < padded; j += S::kWidth) {
-      auto x = S::load(s + j);
-      if (capped) x = S::mul(cap, tanh<T>(S::mul(x, inverse_cap)));
-      if (bias != nullptr) {
-        const auto b = S::load(bias + j);
-        x = S::select(S::equal(b, hidden), hidden, S::add(x, b));
-      }
-      S::store(s + j, x);
-    }
-    for (int64_t j = keys; j < padded; ++j) s[j] = -std::numeric_limits<T>::infinity();
   }
 
   // Adds the tile's weighted values to the sums of a query's heads, which follow the row's maximum.

@@ -41,14 +41,14 @@ struct InverseLists {
 struct SelectedList {
   const int32_t *next, *end;
 
-  // Returns how many of the next numbers are below `limit`. Those that are not there, -1, are not.
+  // Returns how many of the next numbers are below `limit`. Those that are not there, -1, are not. It looks
+  // further and further ahead, and then back by halves: places are near in one walk, and far when it begins.
   int64_t count_below(int64_t limit) const {
-    constexpr int64_t kStep = 16;
     const auto is_below = [&](int32_t number) { return static_cast<uint32_t>(number) < limit; };
-    const int32_t* at = next;
-    while (end - at >= kStep && is_below(at[kStep - 1])) at += kStep;
-    while (at != end && is_below(*at)) ++at;
-    return at - next;
+    int64_t step = 16, known = 0;
+    const int64_t count = end - next;
+    for (; known + step <= count && is_below(next[known + step - 1]); step *= 2) known += step;
+    return std::partition_point(next + known, next + smaller(known + step, count), is_below) - next;
   }
   void skip_below(int64_t limit) { next += count_below(limit); }
 };
