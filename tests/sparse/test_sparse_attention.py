@@ -134,6 +134,33 @@ def test_keys_that_are_not_selected_do_not_matter(
     assert not found[query].where(rows, 0.0).isnan().any()
 
 
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (20, 1)])
+@pytest.mark.parametrize("kind", ["keys of all heads", "blocks of 16"])
+def test_selected_keys_that_a_mask_hides_do_not_matter(
+    kind: str, heads: int, kv_heads: int, junk: float, isa: str
+) -> None:
+    shape = replace(BASE, batch=1, heads=heads, kv_heads=kv_heads, queries=40, keys=150)
+    case = sparse(shape, kind, 9)
+    hidden = torch.arange(150) % 5 < 2
+    tensors = {name: tensor.detach() for name, tensor in case.inputs().items()}
+    tensors["attn_mask"] = ~hidden[None, None, None]
+
+    def results(value: float) -> tuple[Tensor, ...]:
+        own = dict(tensors)
+        for name in ("query", "key", "value"):
+            own[name] = tensors[name].clone()
+            if name != "query":
+                own[name][:, :, hidden] = value
+            own[name].requires_grad_()
+        out = case.run(own)["out"]
+        return out, *torch.autograd.grad(out.square().sum(), [own["query"], own["key"], own["value"]])
+
+    for found, expected in zip(results(junk), results(0.0), strict=True):
+        assert_same(found, expected)
+        assert found.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["keys", "blocks of 16"])
 def test_large_values_and_scores(kind: str, isa: str) -> None:
     """Sums of values near the largest number overflow where their mean does not."""
