@@ -4,12 +4,14 @@
     python benchmarks/sparse_attention.py --quick --threads 1 --dtypes bfloat16 --head-dims 128
     python benchmarks/sparse_attention.py --length 4096 --block-size 128 --selected 4
 
-The first table is causal self-attention of queries that select blocks of keys, a selection for each key-value
-head: the query's own block, and others before it by chance. The second is a few queries that select single
-keys by chance, one selection for all heads. "f" is the forward, "f+b" forward and backward. "ours" is the
-scaled_dot_product_attention of this package, "torch" that of torch, with a bool mask that is made before. All
-are called in turns; a ratio is the median over the rounds of their time over that of sparse_attention, so
-that more than 1 means that selecting is faster, and quartiles stand beside it.
+The first table is self-attention of queries that select blocks of keys by chance, a selection for each
+key-value head. In the second it is causal: a query selects its own block, and others before it. A query sees
+half of the keys on average then, of which it selects a larger part, and our dense attention passes over the
+other half. The third is a few queries that select single keys by chance, one selection for all heads. "f" is
+the forward, "f+b" forward and backward. "ours" is the scaled_dot_product_attention of this package, "torch"
+that of torch, with a bool mask that is made before. All are called in turns; a ratio is the median over the
+rounds of their time over that of sparse_attention, so that more than 1 means that selecting is faster, and
+quartiles stand beside it.
 """
 
 from __future__ import annotations
@@ -60,19 +62,21 @@ class Selected(NamedTuple):
     mask: Tensor
 
 
-def blocks(shape: Shape, block_size: int, selected: int) -> Selected:
-    """Draws causal blocks for each query and key-value head, among them the query's own."""
+def blocks(shape: Shape, block_size: int, selected: int, is_causal: bool) -> Selected:
+    """Draws blocks for each query and key-value head; causal ones, if asked, among them the query's own."""
     number = -(-shape.keys // block_size)
     generator = torch.Generator().manual_seed(1)
     chance = torch.rand(1, shape.kv_heads, shape.queries, number, generator=generator)
-    own, block = torch.arange(shape.queries)[:, None] // block_size, torch.arange(number)
-    chance.masked_fill_(block > own, -1.0).masked_fill_(block == own, 2.0)
+    if is_causal:
+        own, block = torch.arange(shape.queries)[:, None] // block_size, torch.arange(number)
+        chance.masked_fill_(block > own, -1.0).masked_fill_(block == own, 2.0)
     best = chance.topk(min(selected, number), -1)
     indices = best.indices.masked_fill(best.values < 0, -1)
     size = (1, block_size)
     mask = masks.selected_pairs(indices, shape.queries, shape.keys, shape.heads, size)
-    causal = masks.Causal().visible(shape.queries, shape.keys)
-    return Selected({"block_indices": indices, "block_size": block_size, "is_causal": True}, mask & causal)
+    if is_causal:
+        mask &= masks.Causal().visible(shape.queries, shape.keys)
+    return Selected({"block_indices": indices, "block_size": block_size, "is_causal": is_causal}, mask)
 
 
 def keys(shape: Shape, selected: int) -> Selected:
@@ -143,16 +147,16 @@ HEADER = [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints both tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     numbers = {
         "heads": (8, "query heads"),
         "kv-heads": (2, "key-value heads"),
-        "length": (8192, "tokens of the first table"),
+        "length": (8192, "tokens of the first two tables"),
         "block-size": (64, "keys of a block"),
         "selected": (16, "blocks per query"),
-        "queries": (64, "queries of the second table; 0 leaves it out"),
-        "keys": (32768, "keys of the second table"),
+        "queries": (64, "queries of the third table; 0 leaves it out"),
+        "keys": (32768, "keys of the third table"),
         "selected-keys": (2048, "keys per query"),
     }
     for name, (default, meaning) in numbers.items():
@@ -174,16 +178,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         threads = thread_counts(given.threads)
         number = -(-given.length // given.block_size)
-        print(
-            f"{given.selected} of {number} blocks of {given.block_size} keys per query, causal, "
-            f"{given.length} tokens, {of_all}"
-        )
-        selection = blocks(shapes[0][0], given.block_size, given.selected)
-        _print(shapes[0], selection, threads, dtypes, effort)
-        if given.queries:
+        for is_causal in (False, True):
             print(
-                f"\n{given.selected_keys} of {given.keys} keys per query, {given.queries} queries, {of_all}"
+                f"{given.selected} of {number} blocks of {given.block_size} keys per query, "
+                f"{'causal, ' if is_causal else ''}{given.length} tokens, {of_all}"
             )
+            selection = blocks(shapes[0][0], given.block_size, given.selected, is_causal)
+            _print(shapes[0], selection, threads, dtypes, effort)
+            print()
+        if given.queries:
+            print(f"{given.selected_keys} of {given.keys} keys per query, {given.queries} queries, {of_all}")
             _print(shapes[1], keys(shapes[1][0], given.selected_keys), threads, dtypes, effort)
     finally:
         torch.set_num_threads(before)

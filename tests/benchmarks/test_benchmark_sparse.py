@@ -15,9 +15,12 @@ SHAPE = Shape(heads=4, kv_heads=2, queries=70, keys=70, head_dim=16)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("kind", ["blocks", "keys"])
+@pytest.mark.parametrize("kind", ["blocks", "causal blocks", "keys"])
 def test_contenders_compute_the_same(kind: str, backward: bool) -> None:
-    selection = sparse_attention.blocks(SHAPE, 16, 2) if kind == "blocks" else sparse_attention.keys(SHAPE, 9)
+    if kind == "keys":
+        selection = sparse_attention.keys(SHAPE, 9)
+    else:
+        selection = sparse_attention.blocks(SHAPE, 16, 2, kind == "causal blocks")
     found = {
         name: call()
         for name, call in sparse_attention.calls_of(SHAPE, torch.float64, selection, backward).items()
@@ -28,7 +31,10 @@ def test_contenders_compute_the_same(kind: str, backward: bool) -> None:
 
 
 def test_selections_have_the_size_that_was_asked_for() -> None:
-    of_blocks = sparse_attention.blocks(SHAPE, 16, 2).mask
+    of_blocks = sparse_attention.blocks(SHAPE, 16, 2, False).mask
+    assert (of_blocks.sum(-1) >= 16 + 70 % 16).all()
+    assert of_blocks.triu(1).any()
+    of_blocks = sparse_attention.blocks(SHAPE, 16, 2, True).mask
     assert of_blocks.shape == (1, 4, 70, 70)
     assert of_blocks.diagonal(dim1=-2, dim2=-1).all()  # each query's own block
     assert not of_blocks.triu(1).any()
@@ -37,7 +43,7 @@ def test_selections_have_the_size_that_was_asked_for() -> None:
     assert (of_keys.sum(-1) == 9).all()
 
 
-def test_both_tables(
+def test_all_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
     monkeypatch.setattr(sparse_attention, "QUICK", Effort(seconds=0.0, min_rounds=1))
@@ -46,6 +52,7 @@ def test_both_tables(
     given += ["--quick", "--head-dims", "8", "--threads", "1", "--dtypes", "float32"]
     assert sparse_attention.main(given) == 0
     printed = capsys.readouterr().out
+    assert "2 of 5 blocks of 8 keys per query, 40 tokens" in printed
     assert "2 of 5 blocks of 8 keys per query, causal, 40 tokens, 8 query heads, 2 key-value heads" in printed
     assert "5 of 50 keys per query, 2 queries" in printed
-    assert len(re.findall(r"^ *8 +float32 +1 +f(?:\+b)? +[\d. to]+$", printed, re.M)) == 4
+    assert len(re.findall(r"^ *8 +float32 +1 +f(?:\+b)? +[\d. to]+$", printed, re.M)) == 6
