@@ -46,7 +46,7 @@ using PairValues = FewQueryValues<float, uint32_t>;
 
 // Sums kWide times 32 columns from `at` on, for kRows rows. The weights of two keys are one word, see
 // round_weights.
-template <int kRows, int kWide, bool kTail>
+template <int kRows, int kWide, bool kTail, bool kListed>
 SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const FewQueryRows::Even& values,
                                      int64_t at) {
   const __mmask32 mask = elements_below(kTail ? a.value_dim - at : 32);
@@ -60,25 +60,31 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
   const uint32_t* weights = a.weights + row * a.ld;
   const float* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
   const RowRun soon_rows = values.soon_columns(at * 2, kWide * 64, a.value_dim * 2);
-  const int64_t count = values.rows.rows;
+  const int64_t count = values.rows.rows, step = values.rows.step, soon_step = soon_rows.step;
+  const char *first = values.rows.first + at * 2, *soon = soon_rows.first;
   for (int64_t j = 0; j < count; j += 2) {
-    const int64_t second = smaller(j + 1, count - 1);
-    const char *first_row = values.rows.row(j) + at * 2, *second_row = values.rows.row(second) + at * 2,
-               *first_soon = soon_rows.row(j), *second_soon = soon_rows.row(second);
     // The weight of a row that does not take part is 0.
     const bool takes_first = visible == nullptr || visible[j] != 0.0f;
     const bool takes_second = j + 1 < count && (visible == nullptr || visible[j + 1] != 0.0f);
+    const char *second = first + step, *second_soon = soon + soon_step;
+    if constexpr (kListed) {
+      const int64_t next = smaller(j + 1, count - 1);
+      first = values.row_of_list(j) + at * 2;
+      second = values.row_of_list(next) + at * 2;
+      soon = values.soon_of_list(j) + at * 2;
+      second_soon = values.soon_of_list(next) + at * 2;
+    }
     // Rows are loaded in the order of memory, which is read fastest that way.
     __m512i above[kWide], below[kWide];
     SELFATTN_UNROLL
     for (int v = 0; v < kWide; ++v) {
-      fetch_ahead(first_soon + v * 64);
-      above[v] = load_values<!kTail>(first_row + v * 64, mask, takes_first);
+      fetch_ahead(soon + v * 64);
+      above[v] = load_values<!kTail>(first + v * 64, mask, takes_first);
     }
     SELFATTN_UNROLL
     for (int v = 0; v < kWide; ++v) {
       fetch_ahead(second_soon + v * 64);
-      below[v] = load_values<!kTail>(second_row + v * 64, mask, takes_second);
+      below[v] = load_values<!kTail>(second + v * 64, mask, takes_second);
     }
     __m512bh x[2 * kWide];
     SELFATTN_UNROLL
@@ -86,6 +92,8 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
       x[2 * v] = (__m512bh)interleave_rows<0>(above[v], below[v]);
       x[2 * v + 1] = (__m512bh)interleave_rows<16>(above[v], below[v]);
     }
+    first += 2 * step;
+    soon += 2 * soon_step;
     SELFATTN_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const auto weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r * a.ld + j / 2]));
@@ -106,21 +114,21 @@ struct PairColumns {
   static constexpr int wide_of(int rows) { return rows >= 8 ? 1 : rows == 4 ? 2 : 4; }
   static constexpr int64_t columns_of(int rows) { return wide_of(rows) * 32; }
 
-  template <int kRows, int kWide>
+  template <int kRows, int kWide, bool kListed>
   SELFATTN_INLINE int64_t tiles(const PairValues& a, int64_t row, const FewQueryRows::Even& values,
                                 int64_t at) const {
     for (; at + kWide * 32 <= a.value_dim; at += kWide * 32) {
-      pair_value_tile<kRows, kWide, false>(a, row, values, at);
+      pair_value_tile<kRows, kWide, false, kListed>(a, row, values, at);
     }
     return at;
   }
-  template <int kRows>
+  template <int kRows, bool kListed = false>
   void add(const PairValues& a, int64_t row, const FewQueryRows::Even& values) const {
     constexpr int kWide = wide_of(kRows);
-    int64_t at = tiles<kRows, kWide>(a, row, values, 0);
-    if constexpr (kWide > 2) at = tiles<kRows, 2>(a, row, values, at);
-    if constexpr (kWide > 1) at = tiles<kRows, 1>(a, row, values, at);
-    if (at < a.value_dim) pair_value_tile<kRows, 1, true>(a, row, values, at);
+    int64_t at = tiles<kRows, kWide, kListed>(a, row, values, 0);
+    if constexpr (kWide > 2) at = tiles<kRows, 2, kListed>(a, row, values, at);
+    if constexpr (kWide > 1) at = tiles<kRows, 1, kListed>(a, row, values, at);
+    if (at < a.value_dim) pair_value_tile<kRows, 1, true, kListed>(a, row, values, at);
   }
 };
 

@@ -106,6 +106,7 @@ struct FewQueryRows {
   int64_t count;
   RowWalk rows;
   RowsAhead soon;
+  const char* const* list = nullptr;  // where rows begin that lie anywhere
 
   // Whether rows lie without gaps for so long that products may use them out of order, if they prefetch in
   // the order of memory. In short pages and in turns of several heads (see head_step) that costs more than it
@@ -119,17 +120,29 @@ struct FewQueryRows {
   // the last.
   struct Even {
     RowRun rows, soon;
+    const char* const* list = nullptr;  // as above; then no others are to be prefetched than these
+
+    // Rows of a list are expected in a cache, if not in the nearest one.
+    static constexpr int64_t kListedAhead = 16;
+    const char* row_of_list(int64_t n) const { return list[n]; }
+    const char* soon_of_list(int64_t n) const { return list[smaller(n + kListedAhead, rows.rows - 1)]; }
 
     // The lines that a product prefetches while it uses `bytes` bytes of each row from `at` on: as many, in
     // the order of memory if there are no gaps.
     RowRun soon_columns(int64_t at, int64_t bytes, int64_t row_bytes) const {
-      if (soon.step != row_bytes || row_bytes % kLine != 0) return soon.from_column(at);
+      if (soon.step != row_bytes || row_bytes % kLine != 0) return {soon.first + at, soon.rows, soon.step};
       return {soon.first + at * soon.rows, soon.rows, bytes};
     }
   };
   Even take_even(int64_t most) {
+    if (list != nullptr) {
+      const Even some{{nullptr, smaller(count, most), 0}, {nullptr, 0, 0}, list};
+      list += some.rows.rows;
+      count -= some.rows.rows;
+      return some;
+    }
     const int64_t n = even_number(smaller(soon.even(), most));
-    return {rows.take(n), soon.take(n)};
+    return {rows.take(n), soon.take(n), nullptr};
   }
   // Takes the next rows without those to prefetch.
   RowRun take_rows(int64_t most) { return rows.take(even_number(most)); }
@@ -164,8 +177,7 @@ class EvenRows {
   RowSpan rows_, soon_;
 };
 
-// Rows that lie anywhere, by a list of where they begin. They are expected in a cache, if not the nearest
-// one.
+// Rows that lie anywhere, by a list of where they begin.
 class ListedRows {
  public:
   ListedRows(DType dtype, const char* const* rows, int64_t count)
@@ -179,11 +191,11 @@ class ListedRows {
   // `then`: the rows that are used after these.
   FewQueryRows rows(const ListedRows* then) const {
     const RowSpan* next = then != nullptr ? &then->first_ : nullptr;
-    return {dtype_, rows_.keys, RowWalk(rows_), RowsAhead(RowWalk(soon_, next))};
+    return {dtype_, rows_.keys, RowWalk(rows_), RowsAhead(RowWalk(soon_, next)), rows_.pages};
   }
 
  private:
-  static constexpr int64_t kAhead = 16;
+  static constexpr int64_t kAhead = FewQueryRows::Even::kListedAhead;
 
   DType dtype_;
   RowSpan rows_, soon_, first_;

@@ -200,11 +200,6 @@ void few_query_narrow_score_rows(const typename Stored::Query* query, FewQueryRo
     const int64_t line_step = larger(some.soon.step, kLine), soon_bytes = Tile::kKeys * some.soon.step;
     for (int64_t key = 0; key < run.rows; key += Tile::kKeys) {
       const int64_t n = smaller(run.rows - key, Tile::kKeys);
-      for (int j = 0; some.soon.list != nullptr && j < Tile::kKeys; ++j) {
-        const char* soon = some.soon.row(key + smaller(j, n - 1));
-        SELFATTN_UNROLL
-        for (int line = 0; line < kLines; ++line) fetch_ahead(soon + line * kLine);
-      }
       const char* soon = some.soon.first + key * some.soon.step;
       for (int64_t at = 0; at < soon_bytes; at += line_step) {
         SELFATTN_UNROLL
@@ -213,7 +208,7 @@ void few_query_narrow_score_rows(const typename Stored::Query* query, FewQueryRo
       typename S::Vec sums[kRows][Tile::kKeys], of_keys[Tile::kGroups * Tile::kKeys];
       SELFATTN_UNROLL
       for (int j = 0; j < Tile::kKeys; ++j) {  // past the end the last key is repeated
-        const char* at = run.row(key + smaller(j, n - 1));
+        const char* at = run.first + (key + smaller(j, n - 1)) * run.step;
         const auto* row = reinterpret_cast<const typename Stored::Element*>(at);
         SELFATTN_UNROLL
         for (int r = 0; r < kRows; ++r) sums[r][j] = S::set(T(0));
@@ -247,6 +242,10 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
                           T* s, int64_t row_step, int64_t key_step) {
   constexpr int kKeys = kFewQueryTile<T> / kRows;
   constexpr int64_t kVec = Stored::kElements;
+  if (keys.list != nullptr) {
+    constexpr int kAtOnce = smaller(kKeys, 4);
+    return few_query_score_rows<T, kRows, kAtOnce, Stored>(query, keys, head_dim, s, row_step, key_step);
+  }
   if constexpr (kRows <= 4) {
     if (head_dim == kVec) {
       return few_query_narrow_score_rows<T, kRows, 1, false, Stored>(query, keys, head_dim, s, row_step,
@@ -280,8 +279,7 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
     }
   }
   if constexpr (kKeys > 1 && kKeys <= 4) {
-    if (keys.rows.listed() ||
-        keys.in_long_runs(head_dim * static_cast<int64_t>(sizeof(typename Stored::Element)))) {
+    if (keys.in_long_runs(head_dim * static_cast<int64_t>(sizeof(typename Stored::Element)))) {
       return few_query_score_rows<T, kRows, kKeys, Stored>(query, keys, head_dim, s, row_step, key_step);
     }
   }

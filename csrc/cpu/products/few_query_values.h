@@ -28,8 +28,8 @@ struct FewQueryValues {
 };
 
 // Sums kVecs vectors of columns from `at` on for kRows rows. With kTail the last of them is the tail, whose
-// fresh lanes count.
-template <class T, class Stored, int kRows, int kVecs, bool kTail>
+// fresh lanes count. With kListed the values are rows of a list.
+template <class T, class Stored, int kRows, int kVecs, bool kTail, bool kListed>
 SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t row,
                                           const FewQueryRows::Even& values, int64_t at,
                                           const RowTail<T, Stored>& tail) {
@@ -48,9 +48,16 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
   const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
   constexpr int64_t kBytes = sizeof(Element);
   const RowRun soon_rows = values.soon_columns(at * kBytes, kVecs * S::kWidth * kBytes, a.value_dim * kBytes);
+  const char *value_row = values.rows.first, *soon_row = soon_rows.first;
   for (int64_t j = 0; j < values.rows.rows; ++j) {
-    const auto* value = reinterpret_cast<const Element*>(values.rows.row(j));
-    const auto* soon = reinterpret_cast<const Element*>(soon_rows.row(j));
+    if constexpr (kListed) {
+      value_row = values.row_of_list(j);
+      soon_row = values.soon_of_list(j) + at * kBytes;
+    }
+    const auto* value = reinterpret_cast<const Element*>(value_row);
+    const auto* soon = reinterpret_cast<const Element*>(soon_row);
+    value_row += values.rows.step;
+    soon_row += soon_rows.step;
     if (kRows == 1 && visible != nullptr && visible[j] == T(0)) continue;
     typename S::Vec x[kVecs];
     SELFATTN_UNROLL
@@ -90,30 +97,52 @@ struct FewQueryColumns {
   static constexpr int vecs_of(int rows) { return smaller(kFewQueryTile<T> / rows, 8); }
   static constexpr int64_t columns_of(int rows) { return vecs_of(rows) * Simd<T>::kWidth; }
 
-  template <int kRows, int kVecs>
+  template <int kRows, int kVecs, bool kListed>
   SELFATTN_INLINE int64_t tiles(const FewQueryValues<T>& a, int64_t row, const FewQueryRows::Even& values,
                                 int64_t at) const {
     for (; at + kVecs * Simd<T>::kWidth <= tail.whole; at += kVecs * Simd<T>::kWidth) {
-      few_query_value_tile<T, Stored, kRows, kVecs, false>(a, row, values, at, tail);
+      few_query_value_tile<T, Stored, kRows, kVecs, false, kListed>(a, row, values, at, tail);
     }
     return at;
   }
-  template <int kRows>
+  template <int kRows, bool kListed = false>
   void add(const FewQueryValues<T>& a, int64_t row, const FewQueryRows::Even& values) const {
     constexpr int kVecs = vecs_of(kRows);
-    int64_t at = tiles<kRows, kVecs>(a, row, values, 0);
-    if constexpr (kVecs > 4) at = tiles<kRows, 4>(a, row, values, at);
-    if constexpr (kVecs > 2) at = tiles<kRows, 2>(a, row, values, at);
+    int64_t at = tiles<kRows, kVecs, kListed>(a, row, values, 0);
+    if constexpr (kVecs > 4) at = tiles<kRows, 4, kListed>(a, row, values, at);
+    if constexpr (kVecs > 2) at = tiles<kRows, 2, kListed>(a, row, values, at);
     if constexpr (kVecs > 1) {
       if (at < tail.whole && tail.any()) {
         // Both at once, because a key waits for the sums of the one before.
-        return few_query_value_tile<T, Stored, kRows, 2, true>(a, row, values, at, tail);
+        return few_query_value_tile<T, Stored, kRows, 2, true, kListed>(a, row, values, at, tail);
       }
-      at = tiles<kRows, 1>(a, row, values, at);
+      at = tiles<kRows, 1, kListed>(a, row, values, at);
     }
-    if (tail.any()) few_query_value_tile<T, Stored, kRows, 1, true>(a, row, values, at, tail);
+    if (tail.any()) few_query_value_tile<T, Stored, kRows, 1, true, kListed>(a, row, values, at, tail);
   }
 };
+
+// Multiplies a step of keys by rows of weights, at most `most` at a time.
+template <bool kListed, class Columns, class Values>
+void add_value_rows(const Columns& columns, const Values& a, int64_t rows, int64_t most,
+                    const FewQueryRows::Even& some) {
+  for (int64_t row = 0; row < rows;) {
+    const int64_t left = smaller(rows - row, most);
+    if (left >= 8) {
+      columns.template add<8, kListed>(a, row, some);
+      row += 8;
+    } else if (left >= 4) {
+      columns.template add<4, kListed>(a, row, some);
+      row += 4;
+    } else if (left >= 2) {
+      columns.template add<2, kListed>(a, row, some);
+      row += 2;
+    } else {
+      columns.template add<1, kListed>(a, row, some);
+      row += 1;
+    }
+  }
+}
 
 // Multiplies a step of keys at a time by rows of weights, in groups of up to eight: further columns and
 // groups find the step's values in the level-1 cache. Without long runs, memory is read fastest in its own
@@ -132,21 +161,10 @@ void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQu
   const bool once = rows <= most && a.value_dim <= Columns::columns_of(static_cast<int>(most));
   while (values.count > 0) {
     const FewQueryRows::Even some = values.take_even(once ? values.count : step);
-    for (int64_t row = 0; row < rows;) {
-      const int64_t left = smaller(rows - row, most);
-      if (left >= 8) {
-        columns.template add<8>(a, row, some);
-        row += 8;
-      } else if (left >= 4) {
-        columns.template add<4>(a, row, some);
-        row += 4;
-      } else if (left >= 2) {
-        columns.template add<2>(a, row, some);
-        row += 2;
-      } else {
-        columns.template add<1>(a, row, some);
-        row += 1;
-      }
+    if (some.list != nullptr) {
+      add_value_rows<true>(columns, a, rows, most, some);
+    } else {
+      add_value_rows<false>(columns, a, rows, most, some);
     }
     a = a.from(some.rows.rows);
   }

@@ -7,29 +7,11 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Rows `step` bytes apart, or anywhere.
+// Rows `step` bytes apart.
 struct RowRun {
   const char* first;
   int64_t rows;
   int64_t step;
-  const char* const* list = nullptr;  // where rows begin that lie anywhere
-  int64_t column = 0;                 // bytes that are added to those of the list
-
-  SELFATTN_INLINE const char* row(int64_t n) const {
-    return list != nullptr ? list[n] + column : first + n * step;
-  }
-  // Leaves rows out, but not all of them.
-  SELFATTN_INLINE void skip(int64_t n) {
-    first = row(n);
-    if (list != nullptr) list += n;
-    rows -= n;
-  }
-  RowRun from_column(int64_t bytes) const {
-    RowRun run = *this;
-    run.first += bytes;
-    run.column += bytes;
-    return run;
-  }
 };
 
 // Returns the rows of a view of keys or values that lie evenly spaced from a key on, at most `most`.

@@ -24,13 +24,9 @@ struct RowSpan {
   int64_t keys;
   int64_t key_step, head_step;  // bytes
   int64_t head = 0, heads = 1;  // the first head, and how many
-  bool listed = false;          // every page is a row, and products get all of them at once
 
-  static RowSpan of_list(const char* const* rows, int64_t count) {
-    RowSpan span{rows, 1, 0, count, 0, 0};
-    span.listed = true;
-    return span;
-  }
+  // Rows that lie anywhere are pages of one row.
+  static RowSpan of_list(const char* const* rows, int64_t count) { return {rows, 1, 0, count, 0, 0}; }
 
   RowSpan of_heads(int64_t count) const {
     RowSpan span = *this;
@@ -89,12 +85,6 @@ class RowRuns {
       enter(*then_);
       then_ = nullptr;
     }
-    if (span_->listed) {
-      const RowRun run{*page_, keys_, 0, page_};
-      last_ = run.row(keys_ - 1);
-      keys_ = 0;
-      return run;
-    }
     const char* key = *page_ + head_ * span_->head_step + first_ * span_->key_step;
     const int64_t in_page = span_->page_keys - first_;
     // With several heads, rows stay evenly spaced beyond a key if no other rows lie between them.
@@ -111,6 +101,15 @@ class RowRuns {
     return run;
   }
 
+  // Does the same within pages of one row, and takes no call for it.
+  SELFATTN_INLINE bool next_page_of_one(RowRun& run) {
+    if (!pages_of_one_ || keys_ == 0) return false;
+    --keys_;
+    last_ = *page_++ + head_ * span_->head_step;
+    run = {last_, 1, 0};
+    return true;
+  }
+
   // Turns to the rows of another head, and returns by how many bytes the current ones move.
   int64_t turn_to(int64_t head) {
     const int64_t bytes = (head - head_) * span_->head_step;
@@ -122,6 +121,7 @@ class RowRuns {
   const RowSpan *span_ = nullptr, *then_;  // the current span, and the one still to enter
   const char* const* page_ = nullptr;
   int64_t first_ = 0, keys_ = 0, head_;  // where in the page, how many are left, of which head
+  bool pages_of_one_ = false;
   const char* last_ = nullptr;
 
   void enter(const RowSpan& span) {
@@ -129,6 +129,7 @@ class RowRuns {
     page_ = span.pages;
     first_ = span.first;
     keys_ = span.keys;
+    pages_of_one_ = span.page_keys == 1 && span.heads == 1;
   }
 };
 
@@ -142,8 +143,7 @@ class RowWalk {
   int64_t even() const { return run_.rows; }
   // Takes the next n of these. The next two may always be taken, since any two rows are evenly spaced.
   RowRun take(int64_t n) {
-    RowRun rows = run_;
-    rows.rows = n;
+    RowRun rows{run_.first, n, run_.step};
     if (n > run_.rows) {
       const char* first = next();
       rows = {first, 2, next() - first};
@@ -153,13 +153,19 @@ class RowWalk {
     return rows;
   }
 
-  SELFATTN_INLINE const char* next() { return next_of_run(run_, runs_); }
+  SELFATTN_INLINE const char* next() {
+    const char* row = run_.first;
+    run_.first += run_.step;
+    if (--run_.rows == 0) run_ = next_of(runs_);
+    return row;
+  }
   void skip(int64_t rows) {
     while (rows >= run_.rows) {
       rows -= run_.rows;
       run_ = next_of(runs_);
     }
-    run_.skip(rows);
+    run_.first += rows * run_.step;
+    run_.rows -= rows;
   }
   // The same rows of another head.
   RowWalk of_head(int64_t head) const {
@@ -172,7 +178,12 @@ class RowWalk {
   class Steps {
    public:
     explicit SELFATTN_INLINE Steps(RowWalk& walk) : runs_(walk.runs_), run_(walk.run_) {}
-    SELFATTN_INLINE const char* next() { return next_of_run(run_, runs_); }
+    SELFATTN_INLINE const char* next() {
+      const char* row = run_.first;
+      run_.first += run_.step;
+      if (--run_.rows == 0 && !runs_.next_page_of_one(run_)) run_ = next_of(runs_);
+      return row;
+    }
 
    private:
     RowRuns& runs_;
@@ -180,7 +191,6 @@ class RowWalk {
   };
 
   int64_t step() const { return run_.step; }
-  bool listed() const { return run_.list != nullptr; }
   // Whether only the last row is left, for ever.
   bool ended() const { return run_.step == 0 && run_.rows > INT64_MAX / 2; }
 
@@ -189,15 +199,6 @@ class RowWalk {
   RowRun run_;
 
   SELFATTN_OUT_OF_LINE static RowRun next_of(RowRuns& runs) { return runs.next(); }
-  static SELFATTN_INLINE const char* next_of_run(RowRun& run, RowRuns& runs) {
-    const char* row = run.first;
-    if (run.rows == 1) {
-      run = next_of(runs);
-    } else {
-      run.skip(1);
-    }
-    return row;
-  }
 };
 
 // Prefetches a line. It reads nothing, so the address may lie past the tensor's end. kFetchInto is 3 for all
