@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,7 +92,7 @@ def test_the_first_wrong_list_is_named(places: list[tuple[int, int, int]], lengt
     for place in places:
         lists[0][place] = 100
     head, row, number = places[0]
-    options = {"seqlens_k": torch.tensor([100], device="cpu")} if lengths else {}
+    options: dict[str, Any] = {"seqlens_k": torch.tensor([100], device="cpu")} if lengths else {}
     for _ in range(10):
         with pytest.raises(
             ValueError, match=rf"from 0 to 99 .* but row {head * 3000 + row} has 100 after {number - 1}$"
