@@ -79,6 +79,15 @@ def test_keys_are_met_in_parts(kind: str, heads: int, dtype: torch.dtype, isa: s
     check(sparse(case, kind, 400 if "keys" in kind else 70))
 
 
+@pytest.mark.parametrize("heads", [4, 20])
+@pytest.mark.parametrize("kind", ["keys", "blocks of 7", "blocks of 64", "blocks of 100"])
+def test_dropout(kind: str, heads: int, isa: str) -> None:
+    """Keys of a block are neighbours, whose random numbers may begin inside of a group of four."""
+    for queries, dtype in ((9, torch.float64), (149, torch.float32)):
+        case = replace(BASE, batch=1, heads=heads, queries=queries, dropout_p=0.3, dtype=dtype, seed=heads)
+        check(sparse(case, kind))
+
+
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_pairs_of_options(number: int) -> None:
     case = CASES[number]

@@ -173,7 +173,7 @@ void mark_visible_row(int64_t keys, const T* s, T* visible) {
 template <class T>
 void drop_row(const Dropout& dropout, const DecodeRow& row, int64_t key, int64_t keys, T* weights) {
   using S = Simd<T>;
-  const RowDropout<T> pattern(dropout, row.batch, row.head, row.query);
+  const RowDropout<T> pattern(dropout, row.batch, row.head, row.query, keep_scale<T>(dropout));
   for (int64_t j = 0; j < keys; j += 4 * S::kWidth) {
     typename S::Vec factor[4];
     pattern.factors(key + j, factor);

@@ -129,8 +129,8 @@ class RowDropout : DropoutFactors<T> {
   using Base = DropoutFactors<T>;
 
  public:
-  RowDropout(const Dropout& dropout, int64_t batch_index, int64_t head, int64_t query_index)
-      : Base(dropout, keep_scale<T>(dropout)),
+  RowDropout(const Dropout& dropout, int64_t batch_index, int64_t head, int64_t query_index, T keep_factor)
+      : Base(dropout, keep_factor),
         origin(dropout_origin(dropout)),
         batch(origin.batch + static_cast<uint32_t>(batch_index)),
         query(origin.query + static_cast<uint32_t>(query_index)) {

@@ -176,10 +176,32 @@ Scalar<P> tile_scores(const AttentionParams& p, QueryStrip<P>& strip, const RowO
   return Scalar<P>(1);
 }
 
+// Does what row_dropout does for keys that are neighbours, of which vectors hold many.
+template <class T>
+void row_dropout_of_neighbours(const Dropout& dropout, int64_t batch, int64_t head, int64_t query,
+                               const TileKeys& keys, T kept, T* factors, int64_t step) {
+  using S = Simd<T>;
+  const RowDropout<T> pattern(dropout, batch, head, query, kept);
+  const int64_t first = keys.key[0], end = first + keys.count;
+  for (int64_t key = first / 4 * 4; key < end; key += 4 * S::kWidth) {
+    typename S::Vec factor[4];
+    pattern.factors(key, factor);
+    T row[4 * S::kWidth];
+    for (int64_t i = 0; i < 4; ++i) S::store(row + i * S::kWidth, factor[i]);
+    for (int64_t n = larger(key, first); n < smaller(key + 4 * S::kWidth, end); ++n) {
+      factors[(n - first) * step] = row[n - key];
+    }
+  }
+}
+
 // Fills factors[j * step] with 0, or `kept` where dropout keeps the weight of a query and a key.
 template <class T>
 void row_dropout(const Dropout& dropout, int64_t batch, int64_t head, int64_t query, const TileKeys& keys,
                  T kept, T* factors, int64_t step) {
+  if (keys.are_neighbours()) {
+    row_dropout_of_neighbours(dropout, batch, head, query, keys, kept, factors, step);
+    return;
+  }
   const DropoutOrigin origin = dropout_origin(dropout);
   const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
   const uint64_t threshold = dropout_threshold(dropout.probability);
