@@ -1,16 +1,9 @@
-"""KVCache: keys and values of a decoder's layers and sequences, in slots or in pages of a pool.
-
-Note [Lengths on both sides]
-    The lengths of sequences are kept twice: as Python ints, which decide about capacity and pages, and as
-    tensors, which the operators read. A step begins with :meth:`KVCache.extend`, which counts and refuses;
-    the calls of layers after it read tensors alone. So nothing waits for a GPU, and neither torch.compile
-    nor a CUDA graph has to begin anew for the next token: tensors of the same shape are updated in place.
-"""
+"""KVCache: keys and values of a decoder's layers and sequences, in slots or in pages of a pool."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -33,6 +26,7 @@ from ..arguments import (
 from ..attend import results
 from ..sparse.sequences import with_selection
 from . import cache_checks, huge_pages
+from .cached_sequences import CachedSequences
 from .page_pool import PagePool
 from .step import append_to_cache, attend_to_cache
 from .step_with_functions import attend_with_functions
@@ -47,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 
-class KVCache:
+class KVCache(CachedSequences):
     """Keys and values of several layers, for a number of sequences that begin, grow and end.
 
     A step of a decoder is one :meth:`extend`, which makes room for the tokens to come, and one :meth:`attend`
@@ -112,36 +106,31 @@ class KVCache:
         sequences = checks.integer("sequences", sequences, 1)
         kv_heads = checks.integer("kv_heads", kv_heads, 1)
         head_dim = checks.integer("head_dim", head_dim, 1)
-        self.capacity = checks.integer("capacity", capacity, 1)
+        capacity = checks.integer("capacity", capacity, 1)
         value_dim = head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
         if layout not in ("bhld", "blhd"):
             raise ValueError(f'layout must be "bhld" or "blhd", got {layout!r}')
         checks.float_dtype("dtype", dtype)
         self.layout = layout
         self.dtype = dtype
-        self._pool: PagePool | None = None
+        pool = None
         if page_size is None:
             if pages is not None:
                 raise ValueError("pages needs a page_size")
-            count, self.page_size = sequences, self.capacity
+            count, self.page_size = sequences, capacity
         else:
             self.page_size = checks.integer("page_size", page_size, 1)
-            columns = -(-self.capacity // self.page_size)
+            columns = -(-capacity // self.page_size)
             count = sequences * columns if pages is None else checks.integer("pages", pages, 1)
-            self._pool = PagePool(count, self.page_size, sequences, columns)
+            pool = PagePool(count, self.page_size, sequences, columns)
         shape = (count, kv_heads, self.page_size) if layout == "bhld" else (count, self.page_size, kv_heads)
         # A pool fills page after page, but a short contiguous sequence would take more memory than it fills.
-        empty = torch.empty if self._pool is None else huge_pages.empty
+        empty = torch.empty if pool is None else huge_pages.empty
         self.keys, self.values = (
             [empty((*shape, width), dtype=dtype, device=device) for _ in range(layers)]
             for width in (head_dim, value_dim)
         )
-        self.device = self.keys[0].device
-        self._lengths = [0] * sequences
-        self._used = [False] * sequences
-        self.block_table: Tensor | None = None
-        self.cache_seqlens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
-        self._begin(list(range(sequences)), [0] * sequences)
+        super().__init__(sequences, capacity, pool, self.keys[0].device)
 
     def __repr__(self) -> str:
         shape, value_dim = self.keys[0].shape, self.values[0].size(-1)
@@ -162,116 +151,6 @@ class KVCache:
         said += [f"dtype={self.dtype}", f"device={str(self.device)!r}"]
         free = "" if self._pool is None else f", {self.free_pages} pages free"
         return f"KVCache({', '.join(said)}) with lengths {reprlib.repr(self._lengths)}{free}"
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each sequence, those of the step included."""
-        return list(self._lengths)
-
-    @property
-    def free_pages(self) -> int:
-        """The number of pages of the pool that are free; without pages, of sequences that are not in use."""
-        return self._used.count(False) if self._pool is None else self._pool.free
-
-    @property
-    def positions(self) -> Tensor:
-        """The places (B, L) of the tokens of the step, if all sequences have as many.
-
-        Raises:
-            ValueError: they have different numbers of tokens.
-        """
-        if self._step.uniform is None:
-            raise ValueError("the sequences of this step have different numbers of tokens: packed_positions")
-        return self.packed_positions.view(self._step.batch, self._step.uniform)
-
-    def allocate(self) -> int:
-        """Takes a sequence into use, with length 0.
-
-        Returns:
-            Its number.
-
-        Raises:
-            ValueError: all sequences are in use.
-        """
-        if False not in self._used:
-            raise ValueError(f"all {len(self._used)} sequences of the cache are in use: free one")
-        sequence = self._used.index(False)
-        self._used[sequence] = True
-        return sequence
-
-    def free(self, sequence: int) -> None:
-        """Ends a sequence, and a step that it takes part in: its pages go back to the pool, its number to
-        allocate().
-
-        Args:
-            sequence: its number.
-
-        Raises:
-            ValueError, TypeError: there is no sequence of that number.
-        """
-        sequence = cache_checks.sequence_number("sequence", sequence, len(self._used))
-        self._resize(sequence, 0)
-        self._used[sequence] = False
-
-    def reset(self) -> None:
-        """Ends all sequences."""
-        for sequence in range(len(self._used)):
-            self.free(sequence)
-        everything = list(range(len(self._used)))
-        self._begin(everything, [0] * len(everything))
-
-    def truncate(self, length: int, sequences: Iterable[int] | None = None) -> None:
-        """Forgets all tokens from that position on, as after guesses of a draft model that were wrong. A step
-        that loses tokens by it is over.
-
-        Args:
-            length: sequences that are not longer stay as they are.
-            sequences: the numbers of those that are cut; all by default.
-
-        Raises:
-            ValueError, TypeError: naming the argument, what was given and what is allowed.
-        """
-        checks.integer("length", length, 0)
-        for sequence in cache_checks.sequence_numbers(sequences, len(self._used)):
-            self._resize(sequence, min(length, self._lengths[sequence]))
-
-    def extend(self, counts: int | Sequence[int] = 1, sequences: Iterable[int] | None = None) -> None:
-        """Begins a step: makes room for new tokens. All layers then append or attend, until the next step, or
-        until one of its sequences is freed or cut off, which ends it.
-
-        The tokens count from now on; truncate() takes back a step that is given up.
-
-        Args:
-            counts: the number of tokens to come, for all sequences of the step or one number for each.
-            sequences: those that take part, in the order of the batch; all by default. They count as in use.
-
-        Raises:
-            ValueError, TypeError: a sequence would have more tokens than its capacity, the pool has too few
-                pages, or an argument is wrong. Nothing has changed then.
-        """
-        chosen = cache_checks.sequence_numbers(sequences, len(self._used))
-        numbers = cache_checks.token_counts(counts, len(chosen))
-        missing = 0
-        for sequence, count in zip(chosen, numbers, strict=True):
-            length = self._lengths[sequence] + count
-            if length > self.capacity:
-                raise ValueError(
-                    f"sequence {sequence} of the cache is full: it has {self._lengths[sequence]} tokens, "
-                    f"{count} more are to come, and its capacity is {self.capacity}"
-                )
-            if self._pool is not None:
-                missing += self._pool.lacking(sequence, length)
-        if self._pool is not None and missing > self._pool.free:
-            raise ValueError(
-                f"the pool of {self.keys[0].shape[0]} pages is exhausted: this step takes {missing} more of "
-                f"{self.page_size} tokens each, and {self._pool.free} are free; free() a sequence, or make "
-                "the pool larger (pages=)"
-            )
-        before = [self._lengths[sequence] for sequence in chosen]
-        for sequence, count in zip(chosen, numbers, strict=True):
-            self._used[sequence] = True
-            self._resize(sequence, self._lengths[sequence] + count)
-        self._begin(chosen, before, numbers)
 
     @overload
     def attend(
@@ -438,48 +317,3 @@ class KVCache:
             if view.size(0) != batch or view.size(2) != rows:
                 raise ValueError("not the tokens of the step")
         return views, keywords
-
-    def _resize(self, sequence: int, length: int) -> None:
-        if length < self._lengths[sequence] and sequence in self._chosen:
-            # Another sequence may have its pages by the time that a layer writes.
-            self._ended = (
-                f"the step is over, as its sequence {sequence} has been freed or cut off since: extend() "
-                "begins the next"
-            )
-        self._lengths[sequence] = length
-        if self._pool is not None:
-            self._pool.resize(sequence, length)
-
-    def _begin(self, chosen: list[int], before: list[int], counts: Sequence[int] | None = None) -> None:
-        """Updates the tensors that layers read, in place if shapes are those of the step before."""
-        counts = [0] * len(chosen) if counts is None else counts
-        self._step = step = cache_checks.step_of(counts)
-        self._chosen, self._ended = frozenset(chosen), ""
-        lengths = torch.tensor([before, counts], dtype=torch.int64, device="cpu")
-        starts = torch.zeros(len(chosen) + 1, dtype=torch.int64, device="cpu")
-        torch.cumsum(lengths[1], 0, out=starts[1:])
-        shifts = (lengths[0] - starts[:-1]).repeat_interleave(lengths[1], output_size=step.total)
-        self.cache_seqlens = self._current("cache_seqlens", lengths[0])
-        self._seqlens = self._current("_seqlens", lengths.sum(0))
-        self.cu_seqlens = self._current("cu_seqlens", starts)
-        self.packed_positions = self._current(
-            "packed_positions", torch.arange(step.total, device="cpu") + shifts
-        )
-        everybody = chosen == list(range(len(self._used)))
-        if self._pool is not None:
-            table = self._pool.table if everybody else self._pool.table[chosen]
-        elif everybody:
-            self.block_table = None
-            return
-        else:
-            # Each sequence counts as one page of its own.
-            table = torch.tensor(chosen, dtype=torch.int32, device="cpu").unsqueeze(1)
-        self.block_table = self._current("block_table", table)
-
-    def _current(self, name: str, numbers: Tensor) -> Tensor:
-        tensor = getattr(self, name, None)
-        if tensor is None or tensor.shape != numbers.shape:
-            return numbers.to(self.device, copy=True)
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            return numbers.to(self.device, copy=True)  # torch allows no write in place here
-        return tensor.copy_(numbers)

@@ -17,11 +17,13 @@ class PagePool:
         columns: the most pages that a sequence can have.
 
     Attributes:
+        pages, page_size: as given.
         table: (sequences, columns), int32 on the CPU: the pages of each sequence, in the order of its tokens.
             Entries past them are left over from earlier sequences.
     """
 
     def __init__(self, pages: int, page_size: int, sequences: int, columns: int) -> None:
+        self.pages = pages
         self.page_size = page_size
         self.table = torch.zeros(sequences, columns, dtype=torch.int32, device="cpu")
         self._free = list(range(pages - 1, -1, -1))
