@@ -205,9 +205,6 @@ void add_selection(AttentionParams& p, const Input& query, const Options& option
     return;
   }
   const bool host = on_host(query.device);
-  if (!host && options.has_lengths()) {
-    refuse("on a GPU, selection was given for sequences with lengths of their own");
-  }
   const Input lists = inspect("selection", options.selection, query);
   if (lists.dtype_code != dtype_codes().int32) {
     refuse("selection must be int32, but it is ", dtype_text(lists.dtype_code));

@@ -198,7 +198,7 @@ def attention_with_kvcache(
     :class:`selfattn_ext.KVCache`, which knows them: a page or a length out of range then reads and writes
     nothing outside the cache, and its results are undefined.
 
-    On the CPU, attention to selected keys takes time proportional to their number. What makes a mask in
+    Attention to selected keys takes time proportional to their number. What makes a mask in
     :func:`selfattn_ext.sparse_attention`, and score_mod and mask_mod, make one of (B, H, L, capacity).
 
     Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with

@@ -22,8 +22,8 @@ def with_selection(
 ) -> tuple[AttentionOptions, Keywords]:
     """Returns the options and the keywords of a call with its selection, if it has one.
 
-    It becomes a mask where Note [Selected keys as a mask] in sparse_attention.py says so, on CUDA, and with
-    functions of scores.
+    It becomes a mask where Note [Selected keys as a mask] in sparse_attention.py says so, and with functions
+    of scores.
 
     Args:
         form: query, key and value of the call; the key is what the operators get, which may be pages.
@@ -35,13 +35,14 @@ def with_selection(
         return options, keywords
     mask = options.attn_mask
     selection = selection_of(form, *chosen)
-    on_cuda = form.query.device.type == "cuda"
-    if not (has_functions or on_cuda or needs_mask(form.query, mask, options, keywords)):
-        return options, {**keywords, **selection.keywords(_most_keys(form, keywords))}
-    if "mask_shapes" in keywords or checks.is_causal_bias(mask):
+    as_mask = has_functions or needs_mask(form.query, mask, options, keywords)
+    if as_mask and ("mask_shapes" in keywords or checks.is_causal_bias(mask)):
         other = "a list" if "mask_shapes" in keywords else "a CausalBias"
         raise TypeError(f"attn_mask must be one tensor where {selection.name} become a mask, got {other}")
-    check(selection, form, _keys_of_rows(form, keywords))
+    if as_mask or form.query.device.type != "cpu":  # the CPU's operators check lists themselves
+        check(selection, form, _keys_of_rows(form, keywords))
+    if not as_mask:
+        return options, {**keywords, **selection.keywords(_most_keys(form, keywords))}
     return options._replace(attn_mask=joined(mask, _as_mask(selection, form, keywords))), keywords
 
 

@@ -4,8 +4,8 @@ Note [Selected keys as a mask]
     The kernels "fused", of the CPU, and "simt", of CUDA, compute forward and first derivatives from lists of
     keys. Everything else becomes a call with the mask that the lists mean, which holds (L, S) numbers: other
     kernels, weights and statistics, the gradient of a mask, torch.func, forward mode and ONNX. Higher
-    derivatives take the mask in the formula. Packed sequences and caches do the same, also on CUDA and with
-    functions of scores; see sequences.py.
+    derivatives take the mask in the formula. Packed sequences and caches do the same, also with functions of
+    scores; see sequences.py.
 """
 
 from __future__ import annotations

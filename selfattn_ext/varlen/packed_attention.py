@@ -228,9 +228,9 @@ def varlen_attention(
     tensors. Second derivatives and forward mode are passes of the kernels, too; those of weights, and
     with score_mod or mask_mod, go through the formula, sequence by sequence, with its matrices.
 
-    On the CPU, the time of a call with indices is proportional to the number of selected keys, forward and
-    backward. What makes a mask in :func:`selfattn_ext.sparse_attention`, and score_mod and mask_mod, make one
-    of (B, H, max_seqlen_q, max_seqlen_k).
+    The time of a call with indices is proportional to the number of selected keys, forward and backward. What
+    makes a mask in :func:`selfattn_ext.sparse_attention`, and score_mod and mask_mod, make one of (B, H,
+    max_seqlen_q, max_seqlen_k).
 
     The packing is that of Dao (2023), "FlashAttention-2".
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FEW = (
     *(f"row_gradients_{dtype}" for dtype in ("float32", "bfloat16")),
     *(f"simt_{part}_float32" for part in ("forward", "backward", "mask_gradient", "tangents", "statistics")),
+    *(f"simt_selected_{part}_float32" for part in ("forward", "backward")),
     *("simt_tangent_mask_float32", "simt_captured_gradient", "simt_scores_float32"),
     # Tensor cores leave gradients of returned weights to these.
     *(f"simt_{part}_bfloat16" for part in ("scores", "forward", "backward", "mask_gradient", "statistics")),

@@ -37,7 +37,7 @@ BOUNDS = [
     ("mma/backward/backward_place.cuh", "row_of_tile >= work.rows", "false"),
     ("mma/backward/backward_place.cuh", "at.work.rows < C::kRows", "false"),
     ("mma/backward/backward_place.cuh", "row_of_tile < at.work.rows", "true"),
-    ("mma/backward/backward_place.cuh", "query < at.queries()", "true"),
+    ("mma/backward/backward_place.cuh", "kColumns && query < at.queries()", "kColumns"),
     ("sm80/backward/sm80_gradients.cuh", "work_.rows <= 0", "false"),
     (
         "mma/backward/backward_epilogue.cuh",
@@ -50,6 +50,10 @@ BOUNDS = [
     ("mma/backward/backward_statistics.cuh", "query < sequence.queries", "true"),
     ("mma/backward/backward_statistics.cuh", "query >= round_up(sequence.queries, kQueryPadding)", "false"),
     ("rows/row_gradients.cuh", "query_of_sequence >= sequence.queries", "false"),
+    ("simt/selected_tile.cuh", "limited(end - first_query, 0, tiles.at_once)", "tiles.at_once"),
+    ("simt/selected_tile.cuh", "key < keys", "true"),
+    ("simt/selected_backward.cuh", "limited(end - first_key, 0, int64_t{kRows<T>})", "int64_t{kRows<T>}"),
+    ("simt/selected_backward.cuh", "query >= queries", "false"),
     ("simt/tangents.cuh", "rows_left <= 0", "false"),
     ("simt/tangents.cuh", "row >= rows_left", "false"),
     ("simt/tangent_tile.cuh", "query < tile.rows()", "true"),
@@ -68,7 +72,14 @@ TERMS = [
 
 #: Statements whose loss no test can notice: (folder/file, statement) -> reason.
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("simt/forward.cuh", "__syncwarp();"): "a barrier of the block comes before the weights are read",
+    **dict.fromkeys(
+        (("simt/forward.cuh", "__syncwarp();"), ("simt/selected_forward.cuh", "__syncwarp();")),
+        "a barrier of the block comes before the weights are read",
+    ),
+    (
+        "simt/selected_backward.cuh",
+        "query >= queries",
+    ): "only a row of a sequence that overlaps another holds such a query",
     ("simt/tangents.cuh", "rows_left <= 0"): "a block without rows writes nothing, as in the backward below",
     (
         "backward/sm90_gradients.cuh",

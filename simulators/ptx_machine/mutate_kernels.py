@@ -46,6 +46,7 @@ RUNS = {
     "forward_cases": [Run(3, 0, 0, True), Run(7, 0, 7, True)],
     # The last cases have wide heads, for which there are separate kernels.
     "backward_cases": [Run(5, 0, 0, True), Run(11, 0, 7, True), Run(3, -10, 0, True)],
+    "selected_cases": [Run(3, 0, 0, True), Run(5, 1, 7, True)],
     "sequence_cases": [Run(2, 0, 0, True), Run(2, 1, 0, True)],
     # The last cases are sequences.
     "tangent_cases": [Run(7, 0, 0, True), Run(4, -35, 7, True)],
@@ -53,6 +54,8 @@ RUNS = {
     "hopper_cases": [Run(1, -8, 0, True), Run(1, -8, 7, True), Run(1, -8, 3, False)],
     "hopper_backward_cases": [Run(1, -11, 0, True), Run(1, -11, 7, True)],
 }
+#: Modules that judge bounds of their files, too; sequence_cases judge those of the others.
+ALONE = (["tangent_cases"], ["selected_cases"])
 #: Millions of products in the largest case.
 MOST = 10
 LIMIT_SECONDS = 120
@@ -62,6 +65,8 @@ def cases_of(file: Path) -> list[str]:
     """The modules of cases that run a file's code; each backward comes after its forward."""
     if file.stem.startswith("tangent"):
         return ["tangent_cases"]
+    if file.stem.startswith(("selected", "inverse")):
+        return ["selected_cases"]
     if file.parts[1] == "sm90":
         if file.name in ("ring.cuh", "mask_tiles.cuh"):
             return ["hopper_cases", "hopper_backward_cases"]
@@ -81,7 +86,7 @@ def kernel_of(file: Path) -> str:
 def modules_for(mutant: Mutant) -> list[str]:
     """The modules of cases that run a mutant's code."""
     cases = cases_of(mutant.file)
-    return ["sequence_cases"] if mutant.instead and cases != ["tangent_cases"] else cases
+    return ["sequence_cases"] if mutant.instead and cases not in ALONE else cases
 
 
 def results_of(module: ModuleType, kernel: str) -> list[str]:

@@ -51,6 +51,7 @@ OF_CUDA = (
     "test_cuda_tangents.py",
     "test_cuda_training.py",
     "test_cuda_selected.py",
+    "test_cuda_selected_sequences.py",
     "test_aten_cuda.py",
 )
 
@@ -94,7 +95,9 @@ def all_steps() -> dict[str, Step]:
 
     apart = {*LONG, *ERRORS.modules, "test_aten_cuda.py"}
     on_cuda = tuple(name for name in gpu.MODULES if name not in apart)
-    races = ("test_cuda.py", "test_cuda_sequences.py", "test_cuda_tangents.py", "test_cuda_selected.py")
+    races = tuple(
+        f"test_cuda{name}.py" for name in ("", "_sequences", "_tangents", "_selected", "_selected_sequences")
+    )
     return {
         "cuda": Step(OF_CUDA, ("-k", "not memory")),
         "memory": MEMORY,
@@ -112,7 +115,7 @@ def quick_steps() -> dict[str, Step]:
             ("test_cuda_capture.py", "test_cuda_switches.py", "test_cuda_runtime.py", "test_cuda_tangents.py")
         ),
         "numbers": Step(("test_cuda.py",), ("-k", "strides or layouts or see_nothing or refusals or seed")),
-        "selected": Step(("test_cuda_selected.py",), ("-k", "not bits")),
+        "selected": Step(("test_cuda_selected.py", "test_cuda_selected_sequences.py"), ("-k", "not bits")),
         # NVRTC takes seconds for each kernel.
         "functions": Step(("test_cuda_functions.py",), ("-k", " or ".join(turns.chosen(FUNCTIONS)))),
         # Every broadcast of a mask takes minutes, and so do scores that rise at every block.

@@ -31,11 +31,13 @@ CASES = {
     "backward_cases": (10, 8),
     "sequence_cases": (6, 4),
     "split_cases": (4, 3),
+    "selected_cases": (4, 3),
     "tangent_cases": (10, 8),
     "hopper_cases": (8, 8),
     "hopper_backward_cases": (10, 10),
 }
-#: Modules whose cases sm90 computes itself. (sm80 leaves tangents to simt.)
+#: Modules whose cases only simt computes itself, and those that sm90 does.
+OF_SIMT = ("selected_cases", "tangent_cases")
 OF_SM90 = ("hopper_cases", "hopper_backward_cases", "sequence_cases")
 
 #: An order that a device hardly ever has, with copies at the last moment. The other orders must not change a
@@ -100,7 +102,7 @@ def judges(cases: str, kernel: str) -> bool:
     """Whether a kernel computes a module's cases."""
     if kernel == "sm90":
         return cases in OF_SM90
-    return not cases.startswith("hopper") and (cases, kernel) != ("tangent_cases", "sm80")
+    return not cases.startswith("hopper") and (kernel == "simt" or cases not in OF_SIMT)
 
 
 #: The instances that compile fast, and cases of at most 7 million products.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,88 +10,13 @@ import torch
 import varlen_cases
 from cases import DTYPES, check, cotangents_of, gradients
 from comparisons import assert_same
+from selected_varlen_cases import BASE, KINDS, LENGTHS, selecting
 from torch import Tensor
-from varlen_cases import CASES, VarlenCase, starts
+from varlen_cases import CASES, starts
 
 import selfattn_ext
-from selfattn_ext import masks, sparse_attention, varlen_attention
+from selfattn_ext import sparse_attention, varlen_attention
 from selfattn_ext.formula_steps import mask_of_sequence
-
-#: How keys are selected: (keys of a block, heads that have lists of their own).
-KINDS = {
-    "keys": (1, "all"),
-    "keys of kv heads": (1, "kv"),
-    "keys of all heads": (1, "none"),
-    "blocks of 7": (7, "kv"),
-    "blocks of 16": (16, "all"),
-    "blocks of 64": (64, "none"),
-}
-
-
-@dataclass(frozen=True)
-class SelectedCase(VarlenCase):
-    """A case whose queries select keys of their own sequence: repeated, in any order, some of them -1."""
-
-    kind: str = "keys"
-    selected: int = 5
-
-    @property
-    def block_size(self) -> int:
-        return KINDS[self.kind][0]
-
-    def indices(self) -> Tensor:
-        """Returns numbers (heads, total, K). Rows of no sequence hold the largest that the call allows."""
-        heads = {"all": self.heads, "kv": self.kv_heads, "none": 1}[KINDS[self.kind][1]]
-        generator = torch.Generator().manual_seed(self.seed + 7)
-        parts = []
-        for queries, keys in (*self.sequences, (self.more, self.keys)):
-            blocks = -(-keys // self.block_size)
-            shape = (heads, queries, self.selected)
-            part = torch.randint(-1, blocks, shape, generator=generator) if blocks else torch.full(shape, -1)
-            part[:, 1:2] = -1  # a row that sees nothing
-            parts.append(part)
-        parts[-1].fill_(-(-self.keys // self.block_size) - 1)
-        return torch.cat(parts, 1)
-
-    def selection(self) -> dict[str, Any]:
-        indices = self.indices()
-        if KINDS[self.kind][1] == "none":
-            indices = indices.squeeze(0)
-        if self.block_size == 1:
-            return {"indices": indices.int()}
-        return {"block_indices": indices, "block_size": self.block_size}
-
-    def visible(self, sequence: int, queries: int, keys: int) -> Tensor:
-        first = sum(self.query_lengths[:sequence])
-        rows = self.indices()[None, :, first : first + queries]
-        return masks.selected_pairs(rows, queries, keys, self.heads, (1, self.block_size))[0]
-
-    def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        torch.manual_seed(self.seed)
-        results = varlen_attention(
-            **tensors,
-            **self.lengths(),
-            **self.numbers(),
-            **self.selection(),
-            enable_gqa=self.heads != self.kv_heads,
-            return_weights=self.weights,
-            return_lse=self.lse,
-        )
-        return self.named(results)
-
-    def formula(self, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-        return super().formula(tensors, visible=self.visible, **options)
-
-
-def selecting(case: VarlenCase, kind: str, selected: int = 5, **more: Any) -> SelectedCase:
-    fields = {name: getattr(case, name) for name in VarlenCase.__dataclass_fields__}
-    own = {"kind": kind, "selected": selected, "statistics": False, "mask_list": False}
-    return SelectedCase(**fields | own | more)
-
-
-#: Lengths around tiles, primes, and sequences without queries or keys.
-LENGTHS = ((67, 203), (0, 5), (3, 0), (1, 1), (65, 64), (149, 130))
-BASE = varlen_cases.of(LENGTHS, heads=4, kv_heads=2, head_dim=40, value_dim=24, lse=True)
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
@@ -260,11 +185,12 @@ def test_refusals(given: dict[str, Any], message: str, more: dict[str, Any]) -> 
 
 def test_the_operator_trusts_no_lists() -> None:
     """It checks numbers against the keys of each sequence, and the rows."""
-    query = torch.randn(1, 2, 5, 8)
-    lengths = {"cu_seqlens_q": starts([2, 3]), "cu_seqlens_k": starts([1, 4]), "max_seqlen_q": 3}
+    query = torch.randn(1, 2, 5, 8, device="cpu")
+    lengths: dict[str, Any] = {"cu_seqlens_q": starts([2, 3], device="cpu"), "max_seqlen_q": 3}
+    lengths["cu_seqlens_k"] = starts([1, 4], device="cpu")
 
     def run(lists: list[list[int]], size: tuple[int, int] = (1, 1)) -> None:
-        given = torch.tensor([[lists]], dtype=torch.int32)
+        given = torch.tensor([[lists]], dtype=torch.int32, device="cpu")
         selfattn_ext.ops.attention_forward(
             query, query, query, 1.0, **lengths, max_seqlen_k=4, selection=given, selection_size=list(size)
         )

@@ -16,8 +16,8 @@ namespace selfattn::cuda::simt {
 // The queries whose lists hold a block of keys, of all heads that share the lists. Columns of tiles are begin
 // .. end - 1 of them.
 struct ListedQueries {
-  const int32_t* numbers;  // of rows of the selection
-  int64_t query_size, queries;
+  const int32_t* numbers;       // of rows of the selection
+  int64_t query_size, queries;  // of a row, and of the sequence
   int64_t first_head, heads;
   int64_t begin, end;
 
@@ -33,7 +33,8 @@ struct ListedQueries {
 // A tile of neighbouring keys of a block.
 template <class T>
 struct KeyTile {
-  int64_t batch, head;  // the first query head that reads these keys
+  Sequence sequence;
+  int64_t head;  // the first query head that reads these keys
   int64_t block, first_key;
   int rows;   // there may be none
   int lists;  // of the heads that read them; they follow each other
@@ -41,6 +42,7 @@ struct KeyTile {
   static SELFATTN_HOST_DEVICE int64_t tiles_of_block(const AttentionParams& p) {
     return divide_up(selfattn::smaller(p.selection.key_size, p.keys), kRows<T>);
   }
+  // Tiles of sequences that are not the longest may have no rows.
   static SELFATTN_HOST_DEVICE int64_t count(const AttentionParams& p) {
     return p.batch * p.kv_heads * divide_up(p.keys, p.selection.key_size) * tiles_of_block(p);
   }
@@ -52,10 +54,10 @@ struct KeyTile {
     block = index % blocks;
     index /= blocks;
     const int64_t group = p.heads / p.kv_heads;
-    batch = index / p.kv_heads;
+    sequence = sequence_of(p, index / p.kv_heads);
     head = index % p.kv_heads * group;
     first_key = block * p.selection.key_size + tile * kRows<T>;
-    const int64_t end = selfattn::smaller(p.keys, (block + 1) * p.selection.key_size);
+    const int64_t end = selfattn::smaller(sequence.keys, (block + 1) * p.selection.key_size);
     rows = static_cast<int>(limited(end - first_key, 0, int64_t{kRows<T>}));
     lists = static_cast<int>(group / heads_together(p));
   }
@@ -68,15 +70,14 @@ struct KeyTile {
   __device__ __forceinline__ ListedQueries listed_queries(const AttentionParams& p, const InverseLists& lists,
                                                           int list) const {
     const int64_t heads = heads_together(p), query_size = p.selection.query_size;
-    const int64_t unit = lists.unit_of(p.selection, batch, head + list * heads);
-    const int64_t* const starts = lists.starts + unit * (lists.blocks + 1);
-    const int64_t begin = selfattn::smaller(starts[block], lists.numbers),
-                  end = selfattn::smaller(starts[block + 1], lists.numbers);
-    const int32_t* const numbers = lists.rows + unit * lists.numbers + begin;
-    const QueryRange seeing = visible_queries(positions_of(p), first_key, first_key + rows - 1);
+    const InverseOfHead inverse(lists, p, sequence.batch, head + list * heads);
+    const int64_t begin = selfattn::smaller(inverse.starts[block], inverse.numbers),
+                  end = selfattn::smaller(inverse.starts[block + 1], inverse.numbers);
+    const int32_t* const numbers = inverse.rows + begin;
+    const QueryRange seeing = visible_queries(positions_of(p, sequence), first_key, first_key + rows - 1);
     const int64_t first = first_from(numbers, end - begin, seeing.begin / query_size);
     const int64_t seen = first_from(numbers + first, end - begin - first, divide_up(seeing.end, query_size));
-    return {numbers + first, query_size, p.queries, list * heads, heads, 0, seen * query_size * heads};
+    return {numbers + first, query_size, sequence.queries, list * heads, heads, 0, seen * query_size * heads};
   }
 };
 
@@ -96,14 +97,14 @@ __device__ __forceinline__ ListedQueries columns_of(const KeyTile<T>& tile, cons
 // head.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void weigh_selected(const AttentionParams& p, const BackwardArguments& a,
-                                               const rows::RowGradients<T>& rows, int64_t batch, int64_t head,
-                                               const SelectedShared<T>& shared, const Fragment<T>& s,
-                                               const Fragment<T>& grads_of_weights) {
+                                               const rows::RowGradients<T>& rows, const Sequence& sequence,
+                                               int64_t head, const SelectedShared<T>& shared,
+                                               const Fragment<T>& s, const Fragment<T>& grads_of_weights) {
   constexpr bool kByKeys = kRowsAreKeys<kSide>;
   put_fragment<T>(shared.weights, s);
   put_fragment<T>(shared.score_grads, grads_of_weights);
-  const SelectedScores<T> scores(p, batch, head, shared.rows, shared.columns);
-  const DropoutPattern<T> pattern(p.dropout, batch, head);
+  const SelectedScores<T> scores(p, sequence, head, shared.rows, shared.columns);
+  const DropoutPattern<T> pattern(p.dropout, sequence.batch, head);
   const bool bare = scores.is_bare(), sum_slopes = !kByKeys && a.grad_slopes_rows != nullptr;
 
 #pragma unroll 1
@@ -111,7 +112,8 @@ __device__ __forceinline__ void weigh_selected(const AttentionParams& p, const B
     const int own = kByKeys ? fragment_column<T>(q) : fragment_row<T>(q);
     const TileLine query = (kByKeys ? shared.columns : shared.rows)[own];
     // A query that does not exist takes the numbers of another: the window shows it nothing.
-    const QueryNumbers<T> numbers(rows, p.row(batch, head + query.head, query.number < 0 ? 0 : query.number));
+    const int64_t first = first_statistic_of(p, sequence, head + query.head);
+    const QueryNumbers<T> numbers(rows, first + (query.number < 0 ? 0 : query.number));
     DropoutOfQuery<T> dropout(pattern, query);
     T slope = T(0);
 #pragma unroll 1
@@ -146,14 +148,34 @@ __device__ __forceinline__ void weigh_selected(const AttentionParams& p, const B
   }
 }
 
-// The rows that a block loads. They lie in shared memory behind the panels, so that they take no registers.
-template <DType kDType>
-struct GradientSources {
+// The work of a block. It lies in shared memory behind the panels, so that it takes no registers.
+template <DType kDType, Side kSide>
+struct SelectedGradientPlan {
+  using T = typename Element<kDType>::Accumulation;
+  static constexpr bool kByKeys = kRowsAreKeys<kSide>;
+
+  std::conditional_t<kByKeys, KeyTile<T>, QueryTile<T>> at;
   ListedRows<kDType> queries, grads, keys, values;
+
+  __device__ __forceinline__ SelectedGradientPlan(const AttentionParams& p, const BackwardArguments& a,
+                                                  int64_t tile, const SelectedShared<T>& shared)
+      : at(p, tile),
+        queries(queries_of(shared), p.query, at.sequence.query_batch, at.head, at.sequence.first_query),
+        grads(queries_of(shared), a.grad_out, at.sequence.query_batch, at.head, at.sequence.first_query),
+        keys(keys_of(shared), p.key, at.sequence.key_batch, p.kv_head(at.head), at.sequence.first_key),
+        values(keys_of(shared), p.value, at.sequence.key_batch, p.kv_head(at.head), at.sequence.first_key) {}
+
+ private:
+  static __device__ __forceinline__ const TileLine* queries_of(const SelectedShared<T>& shared) {
+    return kByKeys ? shared.columns : shared.rows;
+  }
+  static __device__ __forceinline__ const TileLine* keys_of(const SelectedShared<T>& shared) {
+    return kByKeys ? shared.rows : shared.columns;
+  }
 };
 
-template <DType kDType, class T = typename Element<kDType>::Accumulation>
-constexpr size_t kSelectedGradientBytes = SelectedShared<T>::kBytes + sizeof(GradientSources<kDType>);
+template <DType kDType, Side kSide, class Plan = SelectedGradientPlan<kDType, kSide>>
+constexpr size_t kSelectedGradientBytes = SelectedShared<typename Plan::T>::kBytes + sizeof(Plan);
 
 template <DType kDType, Side kSide>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -167,27 +189,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   const SelectedShared<T> shared(memory);
   const int64_t block = first_block + blockIdx.x, parts = GradientPanel<kSide>::parts(p);
   const int64_t first_panel = block % parts * kOutputPanels;
-  const std::conditional_t<kByKeys, KeyTile<T>, QueryTile<T>> at(p, block / parts);
+  using Plan = SelectedGradientPlan<kDType, kSide>;
+  static_assert(SelectedShared<T>::kBytes % alignof(Plan) == 0, "the plan is aligned");
+  auto& plan = *reinterpret_cast<Plan*>(memory + SelectedShared<T>::kBytes);
+  if (threadIdx.x == 0) plan = Plan(p, a, block / parts, shared);
+  __syncthreads();
+  const auto& [at, queries, grads, keys, values] = plan;
   if (at.rows == 0) return;
-  fill_lines<kRows<T>>(shared.rows, [&](int row) { return at.line(row); });
+  const Sequence& sequence = at.sequence;
+  fill_lines<kRows<T>>(shared.rows, [&](int row) { return plan.at.line(row); });
   const bool sums_slopes = !kByKeys && a.grad_slopes_rows != nullptr;
   if (sums_slopes && threadIdx.x < kRows<T>) shared.row_sums[threadIdx.x] = T(0);
-  static_assert(SelectedShared<T>::kBytes % alignof(GradientSources<kDType>) == 0, "sources are aligned");
-  auto& sources = *reinterpret_cast<GradientSources<kDType>*>(memory + SelectedShared<T>::kBytes);
-  const int64_t kv_head = p.kv_head(at.head);
-  if (threadIdx.x == 0) {
-    const TileLine* const queries = kByKeys ? shared.columns : shared.rows;
-    const TileLine* const keys = kByKeys ? shared.rows : shared.columns;
-    sources = {{p.query, at.batch, at.head, queries},
-               {a.grad_out, at.batch, at.head, queries},
-               {p.key, at.batch, kv_head, keys},
-               {p.value, at.batch, kv_head, keys}};
-  }
   __syncthreads();
 
   const bool has_rows = warp_has_rows<T>(at.rows);
   const bool needs_score_grads = !GradientPanel<kSide>(p, first_panel).of_values;
-  const auto& [queries, grads, keys, values] = sources;
   Fragment<T> out[kOutputPanels];
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
@@ -203,12 +219,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       fill_lines<kColumns>(shared.columns, [&](int column) { return listed.line(first + column); });
       __syncthreads();
       Fragment<T> s, grad;
-      multiply_listed(shared, kByKeys ? keys : queries, at.rows, kByKeys ? queries : keys, columns,
-                      p.head_dim, has_rows, s);
-      multiply_listed(shared, kByKeys ? values : grads, at.rows, kByKeys ? grads : values, columns,
-                      needs_score_grads ? p.value_dim : 0, has_rows, grad);
+      multiply_listed<kDType>(shared, kByKeys ? keys : queries, at.rows, kByKeys ? queries : keys, columns,
+                              p.head_dim, has_rows, s);
+      multiply_listed<kDType>(shared, kByKeys ? values : grads, at.rows, kByKeys ? grads : values, columns,
+                              needs_score_grads ? p.value_dim : 0, has_rows, grad);
       __syncthreads();  // ds replaces the rows of products
-      if (has_rows) weigh_selected<kDType, kSide>(p, a, rows, at.batch, at.head, shared, s, grad);
+      if (has_rows) weigh_selected<kDType, kSide>(p, a, rows, sequence, at.head, shared, s, grad);
 #pragma unroll
       for (int n = 0; n < kOutputPanels; ++n) {
         const GradientPanel<kSide> panel(p, first_panel + n);
@@ -228,7 +244,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     const T scale = panel.of_values ? T(1) : static_cast<T>(p.scale);
     for_each_number<T>([&](int r, int c) { out[n][r][c] *= scale; });
     const View& view = !kByKeys ? a.grad_query : panel.of_values ? a.grad_value : a.grad_key;
-    const ListedTarget<kDType> target(view, nullptr, at.batch, kByKeys ? kv_head : at.head, shared.rows);
+    const ListedTarget<kDType> target(
+        shared.rows, view, nullptr, kByKeys ? sequence.key_batch : sequence.query_batch,
+        kByKeys ? p.kv_head(at.head) : at.head, kByKeys ? sequence.first_key : sequence.first_query);
     store_fragment<T>(target, 0, at.rows, panel.first_column, panel.columns, out[n]);
   }
   if (!sums_slopes || first_panel != 0) return;
@@ -236,8 +254,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int row = static_cast<int>(threadIdx.x);
   if (row >= at.rows) return;
   const TileLine query = shared.rows[row];
-  static_cast<T*>(a.grad_slopes_rows)[p.row(at.batch, at.head + query.head, query.number)] =
-      shared.row_sums[row];
+  const int64_t first = first_statistic_of(p, sequence, at.head + query.head);
+  static_cast<T*>(a.grad_slopes_rows)[first + query.number] = shared.row_sums[row];
 }
 
 // `where.workspace` begins with the row gradients.
@@ -247,13 +265,13 @@ void selected_backward(const AttentionParams& p, const BackwardArguments& a, con
   const rows::RowGradients<T> rows = rows::row_gradients_in<T>(where.workspace, p);
   const InverseLists inverse =
       inverse_lists_in(static_cast<char*>(where.workspace) + rows::row_gradients_bytes(p), p);
-  build_inverse_lists(p.selection, inverse, where);
+  build_inverse_lists(p, inverse, where);
   launch_blocks(&selected_gradient_kernel<kDType, Side::kQuery>,
                 QueryTiles<T>(p).count(p) * GradientPanel<Side::kQuery>::parts(p), kThreads,
-                kSelectedGradientBytes<kDType>, where, p, a, rows, inverse);
+                kSelectedGradientBytes<kDType, Side::kQuery>, where, p, a, rows, inverse);
   launch_blocks(&selected_gradient_kernel<kDType, Side::kKey>,
                 KeyTile<T>::count(p) * GradientPanel<Side::kKey>::parts(p), kThreads,
-                kSelectedGradientBytes<kDType>, where, p, a, rows, inverse);
+                kSelectedGradientBytes<kDType, Side::kKey>, where, p, a, rows, inverse);
 }
 
 }  // namespace selfattn::cuda::simt

@@ -42,15 +42,16 @@ template <DType kDType>
 struct SelectedPlan {
   QueryTile<typename Element<kDType>::Accumulation> at;
   ListedKeys listed;
-  ListedRows<kDType> queries, keys, values;
+  ListedRows<kDType> queries;
+  ListedRows<kDType, KeyRows<kDType>> keys, values;
 
   __device__ __forceinline__ SelectedPlan(const AttentionParams& p, int64_t tile, const TileLine* rows,
                                           const TileLine* columns)
       : at(p, tile),
         listed(at.listed_keys(p)),
-        queries(p.query, at.batch, at.head, rows),
-        keys(p.key, at.batch, p.kv_head(at.head), columns),
-        values(p.value, at.batch, p.kv_head(at.head), columns) {}
+        queries(rows, p.query, at.sequence.query_batch, at.head, at.sequence.first_query),
+        keys(columns, p.key, p.pages, at.sequence, p.kv_head(at.head)),
+        values(columns, p.value, p.pages, at.sequence, p.kv_head(at.head)) {}
 };
 
 template <DType kDType, class T = typename Element<kDType>::Accumulation>
@@ -72,17 +73,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
   const QueryTile<T>& at = plan.at;
   if (at.rows == 0) return;
+  const Sequence& sequence = at.sequence;
   fill_lines<kRows<T>>(shared.rows, [&](int row) { return at.line(row); });
   __syncthreads();
   const bool has_rows = warp_has_rows<T>(at.rows);
-  const SelectedScores<T> scores(p, at.batch, at.head, shared.rows, shared.columns);
+  const SelectedScores<T> scores(p, sequence, at.head, shared.rows, shared.columns);
 
   RowState<T> state[kRowsPerThread<T>];
   if (p.sinks.data != nullptr) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
       const int64_t head = at.head + shared.rows[fragment_row<T>(r)].head;
-      state[r] = RowState<T>::of_sink(head_scalar<T>(p.sinks, at.batch, head));
+      state[r] = RowState<T>::of_sink(head_scalar<T>(p.sinks, sequence.batch, head));
       if (thread_column() != 0) state[r].sum = T(0);
     }
   }
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       fill_lines<kColumns>(shared.columns, [&](int column) { return plan.listed.line(first + column); });
       __syncthreads();
       Fragment<T> s;
-      multiply_listed(shared, plan.queries, at.rows, plan.keys, columns, p.head_dim, has_rows, s);
+      multiply_listed<kDType>(shared, plan.queries, at.rows, plan.keys, columns, p.head_dim, has_rows, s);
       finish_scores(scores, shared.weights, s);
       if (again) {
         weigh_finally<T>(s, state);
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         weigh<T>(s, state, out);
       }
       put_fragment<T>(shared.weights, s);
-      if (p.dropout.enabled) drop_listed(DropoutPattern<T>(p.dropout, at.batch, at.head), shared);
+      if (p.dropout.enabled) drop_listed(DropoutPattern<T>(p.dropout, sequence.batch, at.head), shared);
       __syncwarp();  // only the half-warp that shares rows reads their weights
 #pragma unroll
       for (int n = 0; n < kOutputPanels; ++n) {
@@ -136,12 +138,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int row = fragment_row<T>(r);
       if (first_column == 0 && thread_column() == 0 && row < at.rows) {
         const TileLine query = shared.rows[row];
-        const int64_t statistic = p.row(at.batch, at.head + query.head, query.number);
+        const int64_t statistic = first_statistic_of(p, sequence, at.head + query.head) + query.number;
         static_cast<T*>(outputs.row_max)[statistic] = state[r].max;
         static_cast<T*>(outputs.row_sum)[statistic] = state[r].sum;
       }
     }
-    const ListedTarget<kDType> target(outputs.out, outputs.out_residual, at.batch, at.head, shared.rows);
+    const ListedTarget<kDType> target(shared.rows, outputs.out, outputs.out_residual, sequence.query_batch,
+                                      at.head, sequence.first_query);
 #pragma unroll
     for (int n = 0; n < kOutputPanels; ++n) {
       store_fragment<T>(target, 0, at.rows, first_column + n * kColumns, p.value_dim, out[n]);

@@ -19,17 +19,18 @@ struct TileLine {
   int head;
 };
 
-// The rows of a view that lines name. Lines without a number are rows of zeros.
-template <DType kDType>
-struct ListedRows : RowSource<kDType> {
+// The rows of a view that lines name, of a RowSource or of KeyRows. Lines without a number are rows of zeros.
+template <DType kDType, class Rows = RowSource<kDType>>
+struct ListedRows : Rows {
   using Storage = typename Element<kDType>::Storage;
   using T = typename Element<kDType>::Accumulation;
 
   const TileLine* lines;
   int64_t head_stride;
 
-  __device__ __forceinline__ ListedRows(const View& view, int64_t batch, int64_t head, const TileLine* of)
-      : RowSource<kDType>(view, batch, head), lines(of), head_stride(view.stride[1]) {
+  template <class... Place>
+  __device__ __forceinline__ ListedRows(const TileLine* of, const View& view, const Place&... place)
+      : Rows(view, place...), lines(of), head_stride(view.stride[1]) {
     const uint64_t head_bytes = static_cast<uint64_t>(head_stride) * sizeof(Storage);
     this->aligned = this->aligned && head_bytes % sizeof(StorageVector<kDType>) == 0;
   }
@@ -37,14 +38,14 @@ struct ListedRows : RowSource<kDType> {
   __device__ __forceinline__ const Storage* find(int64_t row, int64_t column) const {
     const TileLine line = lines[row];
     if (line.number < 0) return nullptr;
-    return RowSource<kDType>::find(line.number, line.head * head_stride + column);
+    return Rows::find(line.number, line.head * head_stride + column);
   }
   __device__ __forceinline__ const Storage* find_next(const Storage*, int64_t row, int more,
                                                       int64_t column) const {
     return find(row + more, column);
   }
   __device__ __forceinline__ Vector<T> vector(const Storage* at, int count) const {
-    return RowSource<kDType>::vector(at, at != nullptr ? count : 0);
+    return Rows::vector(at, at != nullptr ? count : 0);
   }
 };
 
@@ -56,9 +57,9 @@ struct ListedTarget : RowTarget<kDType> {
   const TileLine* lines;
   int64_t head_stride;
 
-  __device__ __forceinline__ ListedTarget(const View& view, void* residual, int64_t batch, int64_t head,
-                                          const TileLine* of)
-      : RowTarget<kDType>(view, residual, batch, head), lines(of), head_stride(view.stride[1]) {
+  __device__ __forceinline__ ListedTarget(const TileLine* of, const View& view, void* residual, int64_t batch,
+                                          int64_t head, int64_t first_row)
+      : RowTarget<kDType>(view, residual, batch, head, first_row), lines(of), head_stride(view.stride[1]) {
     const uint64_t head_bytes =
         static_cast<uint64_t>(head_stride) * sizeof(typename Element<kDType>::Storage);
     this->aligned = this->aligned && head_bytes % sizeof(StorageVector<kDType>) == 0;
@@ -107,11 +108,10 @@ __device__ __forceinline__ void fill_lines(TileLine* lines, const LineOf& line_o
 }
 
 // fragment(r, c) = row r of `left` · row c of `right`. All threads have filled the lines, and must call it.
-template <DType kDType, class T>
-__device__ __forceinline__ void multiply_listed(const SelectedShared<T>& shared,
-                                                const ListedRows<kDType>& left, int rows,
-                                                const ListedRows<kDType>& right, int columns, int64_t dims,
-                                                bool has_rows, Fragment<T>& fragment) {
+template <DType kDType, class Left, class Right, class T>
+__device__ __forceinline__ void multiply_listed(const SelectedShared<T>& shared, const Left& left, int rows,
+                                                const Right& right, int columns, int64_t dims, bool has_rows,
+                                                Fragment<T>& fragment) {
   clear<T>(fragment);
   for (int64_t dim = 0; dim < dims; dim += kDepth<T>) {
     __syncthreads();  // all threads have finished with the panels
@@ -130,9 +130,9 @@ template <class T>
 class SelectedScores {
  public:
   // `head` is the first head.
-  __device__ __forceinline__ SelectedScores(const AttentionParams& params, int64_t batch, int64_t head,
-                                            const TileLine* rows, const TileLine* columns)
-      : p(params), batch_(batch), head_(head), rows_(rows), columns_(columns) {}
+  __device__ __forceinline__ SelectedScores(const AttentionParams& params, const Sequence& sequence,
+                                            int64_t head, const TileLine* rows, const TileLine* columns)
+      : p(params), sequence_(sequence), head_(head), rows_(rows), columns_(columns) {}
 
   __device__ __forceinline__ bool is_bare() const {
     return p.mask.data == nullptr && p.softcap == 0.0 && p.alibi_slopes.data == nullptr;
@@ -143,12 +143,12 @@ class SelectedScores {
 
   // Whether both exist, and the window shows the key to the query.
   __device__ __forceinline__ bool window_shows(const TileLine& query, const TileLine& key) const {
-    const int64_t behind = query.number + p.query_offset - key.number;
+    const int64_t behind = query.number + sequence_.query_offset - key.number;
     return query.number >= 0 && key.number >= 0 && (p.window_left < 0 || behind <= p.window_left) &&
            (p.window_right < 0 || -behind <= p.window_right);
   }
   __device__ __forceinline__ ScoreTile<T> of(const TileLine& query, const TileLine& key) const {
-    ScoreTile<T> tile(p, sequence_of(p, batch_), head_ + query.head, query.number);
+    ScoreTile<T> tile(p, sequence_, head_ + query.head, query.number);
     tile.move_to(key.number);
     return tile;
   }
@@ -161,7 +161,8 @@ class SelectedScores {
 
  private:
   const AttentionParams& p;
-  const int64_t batch_, head_;
+  const Sequence& sequence_;
+  const int64_t head_;
   const TileLine *rows_, *columns_;
 };
 
@@ -222,15 +223,19 @@ struct QueryTiles {
         tiles_of_heads(divide_up(heads_together(p), heads_at_once)),
         units(p.heads / heads_together(p)) {}
 
+  // The lists of a head of the longest sequence. Tiles of shorter ones may have no rows.
+  static SELFATTN_HOST_DEVICE int64_t lists(const AttentionParams& p) {
+    return divide_up(p.queries, p.selection.query_size);
+  }
   SELFATTN_HOST_DEVICE int64_t count(const AttentionParams& p) const {
-    return p.batch * units * p.selection.rows * tiles_of_heads * tiles_of_row;
+    return p.batch * units * lists(p) * tiles_of_heads * tiles_of_row;
   }
 };
 
 // The keys of a list. Columns of tiles are begin .. end - 1 of them.
 struct ListedKeys {
   const int32_t* numbers;  // of blocks of keys
-  int64_t key_size, keys;  // of a block, and of the call
+  int64_t key_size, keys;  // of a block, and of the sequence
   int64_t begin, end;
 
   __device__ __forceinline__ TileLine line(int64_t index) const {
@@ -243,23 +248,24 @@ struct ListedKeys {
 // A tile of queries.
 template <class T>
 struct QueryTile {
-  int64_t batch, head, list_row, first_query;
+  Sequence sequence;
+  int64_t head, list_row, first_query;
   int queries, rows;  // of a head, and of all heads; there may be none
 
   __device__ __forceinline__ QueryTile(const AttentionParams& p, int64_t index) {
     const Selection& s = p.selection;
     const QueryTiles<T> tiles(p);
-    const int64_t of_row = index % tiles.tiles_of_row;
+    const int64_t of_row = index % tiles.tiles_of_row, lists = QueryTiles<T>::lists(p);
     index /= tiles.tiles_of_row;
-    list_row = index % s.rows;
-    index /= s.rows;
+    list_row = index % lists;
+    index /= lists;
     const int64_t of_heads = index % tiles.tiles_of_heads;
     index /= tiles.tiles_of_heads;
     const int64_t together = heads_together(p), first_head = of_heads * tiles.heads_at_once;
-    batch = index / tiles.units;
+    sequence = sequence_of(p, index / tiles.units);
     head = index % tiles.units * together + first_head;
     first_query = list_row * s.query_size + of_row * tiles.at_once;
-    const int64_t end = selfattn::smaller(p.queries, (list_row + 1) * s.query_size);
+    const int64_t end = selfattn::smaller(sequence.queries, (list_row + 1) * s.query_size);
     queries = static_cast<int>(limited(end - first_query, 0, tiles.at_once));
     rows = queries * static_cast<int>(selfattn::smaller(together - first_head, tiles.heads_at_once));
   }
@@ -273,11 +279,15 @@ struct QueryTile {
   // so that a row's bits depend on the row alone.
   __device__ __forceinline__ ListedKeys listed_keys(const AttentionParams& p) const {
     const Selection& s = p.selection;
-    const KeyRange visible = visible_keys(positions_of(p), first_query, first_query + queries - 1);
-    const int32_t* const list = s.row(batch, head, list_row);
+    if (rows == 0) return {nullptr, s.key_size, 0, 0, 0};  // only a longer sequence has this list
+    const Positions positions = positions_of(p, sequence);
+    const KeyRange visible = visible_keys(positions, first_query, first_query + queries - 1);
+    // Packed queries have a row of lists each, wherever their sequence begins.
+    const int32_t* const list = s.row(sequence.query_batch, head, sequence.first_query + list_row);
     const int64_t first = first_from(list, s.longest, visible.begin / s.key_size);
     const int64_t seen = first_from(list + first, s.longest - first, divide_up(visible.end, s.key_size));
-    return {list, s.key_size, p.keys, first * s.key_size / kColumns * kColumns, (first + seen) * s.key_size};
+    return {list, s.key_size, sequence.keys, first * s.key_size / kColumns * kColumns,
+            (first + seen) * s.key_size};
   }
 };
 

@@ -110,7 +110,9 @@ def _call(name: str, **arguments: Any) -> Any:
 
 
 def operators(given: Named, case: Case, numbers: dict[str, Any], call: Callable[..., Any] = _call) -> Named:
-    """Forward, weights and, unless keys lie in pages, gradients, as the operators return them."""
+    """Forward, weights unless keys are selected, and, unless keys lie in pages, gradients, as the operators
+    return them.
+    """
     numbers = dict(numbers)
     window = numbers.pop("window_size", (-1, -1))
     options: dict[str, Any] = {**numbers, "window_left": window[0], "window_right": window[1]}
@@ -123,8 +125,9 @@ def operators(given: Named, case: Case, numbers: dict[str, Any], call: Callable[
     out, row_max, row_sum, residual = call("attention_forward", **given, **options, need_residual=rounds)
     statistics = {"row_max": row_max, "row_sum": row_sum}
     value = given.pop("value")
-    (weights,) = call("attention_weights", **given, **options, **statistics)
-    results = {"out": out, **statistics, "weights": weights}
+    results = {"out": out, **statistics}
+    if "selection" not in given:
+        (results["weights"],) = call("attention_weights", **given, **options, **statistics)
     if not gradients:  # keys in pages have none
         return results
     mask = given.get("attn_mask")
@@ -137,7 +140,7 @@ def operators(given: Named, case: Case, numbers: dict[str, Any], call: Callable[
         **statistics,
         out=out,
         out_residual=residual if rounds else None,
-        need_mask_grad=mask is not None and mask.is_floating_point(),
+        need_mask_grad=mask is not None and mask.is_floating_point() and "selection" not in given,
     )
     inputs = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
     named = zip(inputs, grads, strict=True)
@@ -188,7 +191,8 @@ def assert_alone(case: SequenceCase, given: Named, results: Named) -> None:
         queries, keys = case.lengths[b]
         alone = operators(case.of_sequence(given, b), case, case.numbers_of(b))
         parts = {name: case.query_rows(results[name], b) for name in ("out", "row_max", "row_sum")}
-        parts["weights"] = results["weights"][b : b + 1, :, :queries, :keys]
+        if "weights" in results:
+            parts["weights"] = results["weights"][b : b + 1, :, :queries, :keys]
         if "grad of query" in results:
             parts["grad of query"] = case.query_rows(results["grad of query"], b)
             for name in ("grad of key", "grad of value"):

@@ -1,4 +1,4 @@
-"""Senseless starts, lengths, offsets and page numbers, on the device of the PTX machine.
+"""Senseless starts, lengths, offsets, page numbers and selections, on the device of the PTX machine.
 
 Nothing checks such numbers before a kernel does. Whatever they are, the kernel must stay inside of the
 tensors.
@@ -94,7 +94,27 @@ def call(turn: int) -> dict[str, Any]:
     if random.random() < 0.5:
         options["alibi_slopes"] = torch.rand(batch if kept[0] else 1, HEADS)
         options["sinks"] = torch.rand(batch if kept[1] else 1, HEADS)
+    if dtype == torch.float32 and turn % 3:
+        # Sequences that overlap would write the same inverse lists at once, which is a race.
+        for name in options.keys() & {"cu_seqlens_q", "cu_seqlens_k"}:
+            options[name] = options[name].sort().values
+        options |= selection(turn, batch, rows, longest, form.startswith("packed"))
     return options
+
+
+def selection(turn: int, batch: int, rows: int, keys: int, packed: bool) -> dict[str, Any]:
+    """Lists in any order, of blocks that are there and that are not. Each is in a list once, because lanes
+    would otherwise count it at the same time, which is a race.
+    """
+    draw = random.Random(turn)
+    of_row, of_block = 1 if packed else draw.choice((1, 7)), draw.choice((1, 16))
+    blocks = [*range(-2, -(-keys // of_block) + 3), -(2**31), 2**31 - 1]
+    shape = (draw.choice((1, 1 if packed else batch)), draw.choice((1, HEADS)), -(-rows // of_row))
+    lists = [draw.sample(blocks, 5) for _ in range(math.prod(shape))]
+    return {
+        "selection": torch.tensor(lists, dtype=torch.int32).reshape(*shape, 5),
+        "selection_size": [of_row, of_block],
+    }
 
 
 def lengths(numbers: Tensor, rows: int, longest: int, packed: bool) -> list[int]:
@@ -123,15 +143,16 @@ def splits_keys(given: dict[str, Any]) -> bool:
 
 
 def run(device: Device, given: dict[str, Any]) -> None:
-    """Forward, weights and, except for pages, gradients."""
+    """Forward, weights unless keys are selected and, except for pages, gradients."""
     given = dict(given)
     out, row_max, row_sum, _ = device("attention_forward", **given, need_residual=False)
     value = given.pop("value")
     statistics = {"row_max": row_max, "row_sum": row_sum}
-    device("attention_weights", **given, **statistics)
+    if "selection" not in given:
+        device("attention_weights", **given, **statistics)
     if "block_table" in given:
         return
-    mask = "attn_mask" in given
+    mask = "attn_mask" in given and "selection" not in given
     given |= {"value": value, **statistics, "grad_out": torch.randn(out.shape).to(out.dtype), "out": out}
     device("attention_backward", **given, need_mask_grad=mask)
 
@@ -141,16 +162,20 @@ def main() -> None:
     torch.manual_seed(0)
     devices = [Device(kernel) for kernel in KERNELS]
     turns = next((int(it) for it in sys.argv[1:] if it.isdecimal()), 60)
-    with_splits = 0
+    with_splits = selected = 0
     for turn in range(turns):
         given = call(turn)
         with_splits += splits_keys(given)
+        selected += "selection" in given
         before = {name: it.clone() for name, it in given.items() if isinstance(it, Tensor)}
         for device in able(devices, given["query"].dtype):
+            if "selection" in given and device.kernel != "simt":
+                continue
             run(device, given)
             for name, tensor in before.items():
                 assert torch.equal(given[name], tensor), f"{name} was changed by {device.kernel}"
     assert with_splits >= turns // 8, f"keys are split in {with_splits} calls only"
+    assert selected >= turns // 6, f"keys are selected in {selected} calls only"
     print(sum(device.calls for device in devices))
 
 

@@ -168,6 +168,9 @@ struct OnHost {
     kernel.weight_sums = &weight_sums;
     kernel.backward_workspace = &backward_workspace;
     kernel.backward = &backward;
+    kernel.selected_forward = &forward;
+    kernel.selected_backward_workspace = &backward_workspace;
+    kernel.selected_backward = &backward;
     kernel.jvp = &jvp;
     kernel.backward_backward_workspace = &backward_workspace;
     kernel.backward_backward = &backward_backward;
