@@ -69,10 +69,10 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
     const char *second = first + step, *second_soon = soon + soon_step;
     if constexpr (kListed) {
       const int64_t next = smaller(j + 1, count - 1);
-      first = values.row_of_list(j) + at * 2;
-      second = values.row_of_list(next) + at * 2;
-      soon = values.soon_of_list(j) + at * 2;
-      second_soon = values.soon_of_list(next) + at * 2;
+      first = values.list.row[j] + at * 2;
+      second = values.list.row[next] + at * 2;
+      soon = values.list.soon(j) + at * 2;
+      second_soon = values.list.soon(next) + at * 2;
     }
     // Rows are loaded in the order of memory, which is read fastest that way.
     __m512i above[kWide], below[kWide];

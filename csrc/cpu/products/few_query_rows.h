@@ -100,13 +100,26 @@ inline int64_t rows_ahead(int64_t row_bytes) {
   return row_bytes <= kLine ? kBytesAhead / kLine : row_bytes < kBytesAhead ? kBytesAhead / row_bytes : 1;
 }
 
+// Where rows begin that lie anywhere. They are expected in a cache, if not in the nearest one.
+struct RowList {
+  const char* const* row = nullptr;
+  int64_t known = 0;  // rows of the list, which may be more than those of a product
+
+  // Returns the row to prefetch while row n is used.
+  SELFATTN_INLINE const char* soon(int64_t n) const {
+    constexpr int64_t kAhead = 16;
+    return row[smaller(n + kAhead, known - 1)];
+  }
+  RowList from(int64_t n) const { return {row + n, known - n}; }
+};
+
 // The rows of a product, and the rows to prefetch meanwhile, one for each.
 struct FewQueryRows {
   DType dtype;
   int64_t count;
   RowWalk rows;
   RowsAhead soon;
-  const char* const* list = nullptr;  // where rows begin that lie anywhere
+  RowList list = {};  // if they lie anywhere
 
   // Whether rows lie without gaps for so long that products may use them out of order, if they prefetch in
   // the order of memory. In short pages and in turns of several heads (see head_step) that costs more than it
@@ -120,12 +133,7 @@ struct FewQueryRows {
   // the last.
   struct Even {
     RowRun rows, soon;
-    const char* const* list = nullptr;  // as above; then no others are to be prefetched than these
-
-    // Rows of a list are expected in a cache, if not in the nearest one.
-    static constexpr int64_t kListedAhead = 16;
-    const char* row_of_list(int64_t n) const { return list[n]; }
-    const char* soon_of_list(int64_t n) const { return list[smaller(n + kListedAhead, rows.rows - 1)]; }
+    RowList list = {};  // if it is one, only the number of `rows` counts
 
     // The lines that a product prefetches while it uses `bytes` bytes of each row from `at` on: as many, in
     // the order of memory if there are no gaps.
@@ -135,14 +143,14 @@ struct FewQueryRows {
     }
   };
   Even take_even(int64_t most) {
-    if (list != nullptr) {
+    if (list.row != nullptr) {
       const Even some{{nullptr, smaller(count, most), 0}, {nullptr, 0, 0}, list};
-      list += some.rows.rows;
+      list = list.from(some.rows.rows);
       count -= some.rows.rows;
       return some;
     }
     const int64_t n = even_number(smaller(soon.even(), most));
-    return {rows.take(n), soon.take(n), nullptr};
+    return {rows.take(n), soon.take(n), {}};
   }
   // Takes the next rows without those to prefetch.
   RowRun take_rows(int64_t most) { return rows.take(even_number(most)); }
@@ -177,28 +185,24 @@ class EvenRows {
   RowSpan rows_, soon_;
 };
 
-// Rows that lie anywhere, by a list of where they begin.
+// Rows that lie anywhere, by a list of where they begin. The list has `known` rows: those after the first
+// `count` are used next.
 class ListedRows {
  public:
-  ListedRows(DType dtype, const char* const* rows, int64_t count)
-      : dtype_(dtype),
-        rows_(RowSpan::of_list(rows, count)),
-        soon_(RowSpan::of_list(rows + smaller(kAhead, count - 1), larger(count - kAhead, 1))),
-        first_(RowSpan::of_list(rows, smaller(kAhead, count))) {}
+  ListedRows(DType dtype, const char* const* rows, int64_t count, int64_t known)
+      : dtype_(dtype), rows_(RowSpan::of_list(rows, count)), known_(known) {}
   ListedRows(const ListedRows&) = delete;
   ListedRows& operator=(const ListedRows&) = delete;
 
-  // `then`: the rows that are used after these.
-  FewQueryRows rows(const ListedRows* then) const {
-    const RowSpan* next = then != nullptr ? &then->first_ : nullptr;
-    return {dtype_, rows_.keys, RowWalk(rows_), RowsAhead(RowWalk(soon_, next)), rows_.pages};
+  FewQueryRows rows() const {
+    const RowWalk walk(rows_);
+    return {dtype_, rows_.keys, walk, RowsAhead(walk), {rows_.pages, known_}};
   }
 
  private:
-  static constexpr int64_t kAhead = FewQueryRows::Even::kListedAhead;
-
   DType dtype_;
-  RowSpan rows_, soon_, first_;
+  RowSpan rows_;
+  int64_t known_;
 };
 
 // How a row of n elements falls into vectors: `whole` elements in whole ones, and a last one that is shifted

@@ -122,8 +122,9 @@ SELFATTN_INLINE void store_scores(typename Simd<T>::Vec* of_keys, int64_t n, T* 
   }
 }
 
-// Computes kRows rows of scores; see few_query_scores. kAtOnce keys share what is loaded of the queries.
-template <class T, int kRows, int kAtOnce, class Stored>
+// Computes kRows rows of scores; see few_query_scores. kAtOnce keys share what is loaded of the queries. With
+// kListed the keys are rows of a list.
+template <class T, int kRows, int kAtOnce, class Stored, bool kListed = false>
 void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
                           T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
@@ -154,8 +155,14 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
       const Element *rows[kAtOnce], *soon[kAtOnce];
       SELFATTN_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {  // past the end the walk repeats the last key
-        rows[j] = reinterpret_cast<const Element*>(key_rows.next());
-        soon[j] = reinterpret_cast<const Element*>(soon_rows.next());
+        if constexpr (kListed) {
+          const int64_t at = smaller(key + first + j, count - 1);
+          rows[j] = reinterpret_cast<const Element*>(keys.list.row[at]);
+          soon[j] = reinterpret_cast<const Element*>(keys.list.soon(at));
+        } else {
+          rows[j] = reinterpret_cast<const Element*>(key_rows.next());
+          soon[j] = reinterpret_cast<const Element*>(soon_rows.next());
+        }
       }
       // Memory is read fastest in its own order.
       const bool in_order = kAtOnce > 1 && soon[kAtOnce - 1] - soon[0] == (kAtOnce - 1) * head_dim;
@@ -242,9 +249,10 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
                           T* s, int64_t row_step, int64_t key_step) {
   constexpr int kKeys = kFewQueryTile<T> / kRows;
   constexpr int64_t kVec = Stored::kElements;
-  if (keys.list != nullptr) {
+  if (keys.list.row != nullptr) {
     constexpr int kAtOnce = smaller(kKeys, 4);
-    return few_query_score_rows<T, kRows, kAtOnce, Stored>(query, keys, head_dim, s, row_step, key_step);
+    return few_query_score_rows<T, kRows, kAtOnce, Stored, true>(query, keys, head_dim, s, row_step,
+                                                                 key_step);
   }
   if constexpr (kRows <= 4) {
     if (head_dim == kVec) {

@@ -51,8 +51,8 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
   const char *value_row = values.rows.first, *soon_row = soon_rows.first;
   for (int64_t j = 0; j < values.rows.rows; ++j) {
     if constexpr (kListed) {
-      value_row = values.row_of_list(j);
-      soon_row = values.soon_of_list(j) + at * kBytes;
+      value_row = values.list.row[j];
+      soon_row = values.list.soon(j) + at * kBytes;
     }
     const auto* value = reinterpret_cast<const Element*>(value_row);
     const auto* soon = reinterpret_cast<const Element*>(soon_row);
@@ -161,7 +161,7 @@ void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQu
   const bool once = rows <= most && a.value_dim <= Columns::columns_of(static_cast<int>(most));
   while (values.count > 0) {
     const FewQueryRows::Even some = values.take_even(once ? values.count : step);
-    if (some.list != nullptr) {
+    if (some.list.row != nullptr) {
       add_value_rows<true>(columns, a, rows, most, some);
     } else {
       add_value_rows<false>(columns, a, rows, most, some);

@@ -101,15 +101,6 @@ class RowRuns {
     return run;
   }
 
-  // Does the same within pages of one row, and takes no call for it.
-  SELFATTN_INLINE bool next_page_of_one(RowRun& run) {
-    if (!pages_of_one_ || keys_ == 0) return false;
-    --keys_;
-    last_ = *page_++ + head_ * span_->head_step;
-    run = {last_, 1, 0};
-    return true;
-  }
-
   // Turns to the rows of another head, and returns by how many bytes the current ones move.
   int64_t turn_to(int64_t head) {
     const int64_t bytes = (head - head_) * span_->head_step;
@@ -121,7 +112,6 @@ class RowRuns {
   const RowSpan *span_ = nullptr, *then_;  // the current span, and the one still to enter
   const char* const* page_ = nullptr;
   int64_t first_ = 0, keys_ = 0, head_;  // where in the page, how many are left, of which head
-  bool pages_of_one_ = false;
   const char* last_ = nullptr;
 
   void enter(const RowSpan& span) {
@@ -129,7 +119,6 @@ class RowRuns {
     page_ = span.pages;
     first_ = span.first;
     keys_ = span.keys;
-    pages_of_one_ = span.page_keys == 1 && span.heads == 1;
   }
 };
 
@@ -181,7 +170,7 @@ class RowWalk {
     SELFATTN_INLINE const char* next() {
       const char* row = run_.first;
       run_.first += run_.step;
-      if (--run_.rows == 0 && !runs_.next_page_of_one(run_)) run_ = next_of(runs_);
+      if (--run_.rows == 0) run_ = next_of(runs_);
       return row;
     }
 

@@ -22,7 +22,7 @@ class SelectedGradientRows {
     rows = arena.take<GradientRow<T>>(heads);
     for (T** of_heads : {&weights, &grad, &visible, &bias}) *of_heads = arena.take<T>(heads * kMost);
     for (T** of_one : {&cap, &keep, &distance}) *of_one = arena.take<T>(kMost);
-    for (const char*** lists : {&keys, &values}) *lists = arena.take<const char*>(kMost);
+    listed = arena.take<const char*>(2 * kMost);
     for (T*** sums : {&key_sums, &value_sums}) *sums = arena.take<T*>(kMost);
   }
 
@@ -56,11 +56,12 @@ class SelectedGradientRows {
     }
     if (!shown) return;
     const int64_t kv_head = p.kv_head(first.head), count = tile.count;
-    list_rows(p, p.key, first.batch, kv_head, tile, keys);
+    const char** const values = listed + count;
+    list_rows(p, p.key, first.batch, kv_head, tile, listed);
     list_rows(p, p.value, first.batch, kv_head, tile, values);
-    const ListedRows key_rows(p.dtype, keys, count), value_rows(p.dtype, values, count);
-    few_query_scores<T>(query, heads, key_rows.rows(&value_rows), p.head_dim, weights, kMost, 1);
-    few_query_scores<T>(grad_out, heads, value_rows.rows(nullptr), p.value_dim, grad, kMost, 1);
+    const ListedRows key_rows(p.dtype, listed, count, 2 * count), value_rows(p.dtype, values, count, count);
+    few_query_scores<T>(query, heads, key_rows.rows(), p.head_dim, weights, kMost, 1);
+    few_query_scores<T>(grad_out, heads, value_rows.rows(), p.value_dim, grad, kMost, 1);
     for (int64_t h = 0; h < heads; ++h) slopes[h] += weigh(p, a, tile, h, biased);
     for (int64_t j = 0; j < count; ++j) {
       key_sums[j] = sums.key.data + (tile.key[j] - first_key) * sums.key.stride;
@@ -72,7 +73,7 @@ class SelectedGradientRows {
                            value_stride);
     add_few_query_outer<T>({grad, seen, kMost, query, heads, query_stride}, count, key_sums, query_stride);
     few_query_values<T>({grad, seen, kMost, p.head_dim, grad_query.data, grad_query.stride}, heads,
-                        key_rows.rows(nullptr));
+                        key_rows.rows());
   }
 
  private:
@@ -86,7 +87,7 @@ class SelectedGradientRows {
   GradientRow<T>* rows;                // [heads]
   T *weights, *grad, *visible, *bias;  // [heads][kMost]
   T *cap, *keep, *distance;            // [kMost] of one row: its GradientTerms
-  const char **keys, **values;         // where rows of the tile's keys begin
+  const char** listed;                 // [2 kMost] where rows of the tile's keys and values begin
   T **key_sums, **value_sums;          // where their sums do
 
   // Turns a head's products into weights and dS, and returns the sum of dS times -distance.

@@ -37,7 +37,7 @@ class SelectedRows {
 
   struct Parts {
     typename Products::Query* query;       // of the heads
-    const char **key_rows, **value_rows;   // where those of a tile begin
+    const char** rows;                     // [2 kMost] where those of a tile's keys and values begin
     T *scores, *bias, *visible, *factors;  // [heads][kMost]
     T *rescale, *used;                     // [heads]
     T* sums;                               // [heads][stride] of a tile
@@ -47,16 +47,15 @@ class SelectedRows {
 
     SELFATTN_OUT_OF_LINE void allocate(const SelectedRows& task, Arena& arena) {
       const AttentionParams& p = task.p;
-      const int64_t block = task.heads * TileKeys::kMost, rows = task.unit_queries * task.heads;
+      const int64_t block = task.heads * TileKeys::kMost, sums_rows = task.unit_queries * task.heads;
       query = arena.take<typename Products::Query>(Products::queries_size(p, task.heads));
-      key_rows = arena.take<const char*>(TileKeys::kMost);
-      value_rows = arena.take<const char*>(TileKeys::kMost);
+      rows = arena.take<const char*>(2 * TileKeys::kMost);
       for (T** of_tile : {&scores, &bias, &visible, &factors}) *of_tile = arena.take<T>(block);
       for (T** of_heads : {&rescale, &used}) *of_heads = arena.take<T>(task.heads);
       sums = arena.take<T>(Products::sums_rows(task.heads) * task.stride);
       lists = arena.take<SelectedList>(task.unit_queries);
-      softmax = arena.take<RowSoftmax<T>>(rows);
-      out = arena.take<T>(rows * task.stride);
+      softmax = arena.take<RowSoftmax<T>>(sums_rows);
+      out = arena.take<T>(sums_rows * task.stride);
     }
   };
   using Scratch = WorkerScratch<Parts, typename Products::Session>;
@@ -128,10 +127,12 @@ class SelectedRows {
     }
     if (!shown) return;
     const int64_t kv_head = p.kv_head(unit.head);
-    list_rows(p, p.key, unit.batch, kv_head, keys, s.key_rows);
-    list_rows(p, p.value, unit.batch, kv_head, keys, s.value_rows);
-    const ListedRows key_rows(p.dtype, s.key_rows, keys.count), value_rows(p.dtype, s.value_rows, keys.count);
-    Products::scores(p, s.query, heads, key_rows.rows(&value_rows), s.scores, ld);
+    const char** const values = s.rows + keys.count;
+    list_rows(p, p.key, unit.batch, kv_head, keys, s.rows);
+    list_rows(p, p.value, unit.batch, kv_head, keys, values);
+    const ListedRows key_rows(p.dtype, s.rows, keys.count, 2 * keys.count),
+        value_rows(p.dtype, values, keys.count, keys.count);
+    Products::scores(p, s.query, heads, key_rows.rows(), s.scores, ld);
     const int64_t first_row = (query - unit.first) * heads;
     for (int64_t h = 0; h < heads; ++h) {
       T* const scores = s.scores + h * ld;
@@ -145,7 +146,7 @@ class SelectedRows {
       }
       s.used[h] = Products::round_weights(keys.count, scores);
     }
-    add_values(s, value_rows.rows(nullptr), s.out + first_row * stride, leave_hidden_out);
+    add_values(s, value_rows.rows(), s.out + first_row * stride, leave_hidden_out);
   }
 
   // Adds the tile's weighted values to the sums of a query's heads, which follow the row's maximum.
