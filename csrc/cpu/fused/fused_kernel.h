@@ -1,8 +1,10 @@
-// The entry points of one instruction set, by accumulation type. A kernels_*.cpp includes this last.
+// The entry points of one instruction set, by accumulation type. A kernels_*.cpp includes this last; those of
+// selected keys are in a source of their own, so that none takes long to compile.
 #pragma once
 
 #include "backward.h"
 #include "backward_backward.h"
+#include "by_type.h"
 #include "captured_gradient.h"
 #include "few_keys_backward.h"
 #include "forward.h"
@@ -11,9 +13,6 @@
 #include "scores.h"
 #include "weight_sums.h"
 #include "weights.h"
-
-#include "../sparse/backward.h"
-#include "../sparse/forward.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -45,11 +44,10 @@ void direct_backward(const AttentionParams& p, const BackwardArguments& a, const
   }
 }
 
-// The entry point of two instances of a pass: the call's accumulation type chooses one.
-template <auto kDouble, auto kFloat, class Params, class... Arguments>
-auto by_type(const Params& p, Arguments... arguments) {
-  return p.dtype == DType::kFloat64 ? kDouble(p, arguments...) : kFloat(p, arguments...);
-}
+// In ../sparse/direct_selected.h.
+void direct_selected_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool);
+size_t direct_selected_workspace(const AttentionParams& p);
+void direct_selected_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool);
 
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
   Kernel kernel{};
@@ -67,10 +65,9 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.backward_backward_workspace =
       by_type<backward_backward_workspace<double>, backward_backward_workspace<float>>;
   kernel.backward_backward = by_type<backward_backward_pass<double>, backward_backward_pass<float>>;
-  kernel.selected_forward = by_type<selected_forward<double>, selected_forward<float>>;
-  kernel.selected_backward_workspace =
-      by_type<selected_backward_workspace<double>, selected_backward_workspace<float>>;
-  kernel.selected_backward = by_type<selected_backward<double>, selected_backward<float>>;
+  kernel.selected_forward = direct_selected_forward;
+  kernel.selected_backward_workspace = direct_selected_workspace;
+  kernel.selected_backward = direct_selected_backward;
   kernel.scores = by_type<scores_pass<double>, scores_pass<float>>;
   kernel.scores_backward = by_type<scores_backward_pass<double>, scores_backward_pass<float>>;
   kernel.masked_softmax = by_type<masked_softmax_pass<double>, masked_softmax_pass<float>>;

@@ -11,7 +11,6 @@
 #include "../pairs/exact_by_vectors.h"
 #include "../pairs/pair_decode.h"
 #include "../pairs/pair_backward.h"
-#include "../pairs/pair_selected.h"
 #include "../pairs/pair_tangents.h"
 #include "../pairs/pair_kernel.h"
 #include "end_target.h"

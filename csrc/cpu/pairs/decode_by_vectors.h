@@ -157,9 +157,10 @@ struct FewQueryProducts<VectorPairs> {
     }
   }
 
+  template <bool kListed = false>
   static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,
                      float* s, int64_t ld) {
-    few_query_scores_as<float, StoredPairs>(query, rows, keys, p.head_dim, s, ld, 1);
+    few_query_scores_as<float, StoredPairs, kListed>(query, rows, keys, p.head_dim, s, ld, 1);
     const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t j = 0; j < keys.count; j += 16) {
@@ -177,8 +178,9 @@ struct FewQueryProducts<VectorPairs> {
                       int64_t ld_sums) {
     return {reinterpret_cast<const uint32_t*>(weights), visible, ld, value_dim, sums, ld_sums};
   }
+  template <bool kListed = false>
   static void values(const Values& a, int64_t rows, const FewQueryRows& values) {
-    few_query_value_steps(PairColumns(), a, rows, values);
+    few_query_value_steps<kListed>(PairColumns(), a, rows, values);
   }
   static SELFATTN_INLINE __m512 load_sums(const float* sums, int64_t column) {
     return _mm512_loadu_ps(sums + column);

@@ -31,9 +31,10 @@ struct FewQueryProducts {
       to += queries_size(p, some.queries);
     }
   }
+  template <bool kListed = false>
   static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,
                      P* s, int64_t ld) {
-    few_query_scores<P>(query, rows, keys, p.head_dim, s, ld, 1);
+    few_query_scores<P, kListed>(query, rows, keys, p.head_dim, s, ld, 1);
   }
   static P round_weights(int64_t, P*) { return P(1); }
   using Values = FewQueryValues<P>;
@@ -41,8 +42,9 @@ struct FewQueryProducts {
                       int64_t ld_sums) {
     return {weights, visible, ld, value_dim, sums, ld_sums};
   }
+  template <bool kListed = false>
   static void values(const Values& a, int64_t rows, const FewQueryRows& values) {
-    few_query_values<P>(a, rows, values);
+    few_query_values<P, kListed>(a, rows, values);
   }
   // Loads a vector of a row's sums, from a column on.
   static SELFATTN_INLINE typename Simd<P>::Vec load_sums(const P* sums, int64_t column) {

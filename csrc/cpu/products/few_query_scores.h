@@ -1,6 +1,8 @@
 // Dot products of very few queries with keys; see few_query_rows.h.
 #pragma once
 
+#include <type_traits>
+
 #include "few_query_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -249,11 +251,6 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
                           T* s, int64_t row_step, int64_t key_step) {
   constexpr int kKeys = kFewQueryTile<T> / kRows;
   constexpr int64_t kVec = Stored::kElements;
-  if (keys.list.row != nullptr) {
-    constexpr int kAtOnce = smaller(kKeys, 4);
-    return few_query_score_rows<T, kRows, kAtOnce, Stored, true>(query, keys, head_dim, s, row_step,
-                                                                 key_step);
-  }
   if constexpr (kRows <= 4) {
     if (head_dim == kVec) {
       return few_query_narrow_score_rows<T, kRows, 1, false, Stored>(query, keys, head_dim, s, row_step,
@@ -299,47 +296,52 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
   few_query_score_rows<T, kRows, kAtOnce, Stored>(query, keys, head_dim, s, row_step, key_step);
 }
 
-template <class T, class Stored>
+// Does it for rows of a list, which are expected in a cache: no order of reading is the fastest.
+template <class T, int kRows, class Stored>
+void few_query_listed_score_rows(const typename Stored::Query* query, const FewQueryRows& keys,
+                                 int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
+  constexpr int kAtOnce = smaller(FewQueryTile<T, kRows>::kKeys, 4);
+  few_query_score_rows<T, kRows, kAtOnce, Stored, true>(query, keys, head_dim, s, row_step, key_step);
+}
+
+template <class T, class Stored, bool kListed = false>
 void few_query_scores_as(const typename Stored::Query* query, int64_t rows, const FewQueryRows& keys,
                          int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
   const int64_t padded = padded_query<Stored>(head_dim);
   int64_t r = 0;
-  while (r + 8 <= rows) {
-    few_query_score_rows<T, 8, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
-                                       key_step);
-    r += 8;
-  }
-  if (r + 4 <= rows) {
-    few_query_score_rows<T, 4, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
-                                       key_step);
-    r += 4;
-  }
-  if (r + 2 <= rows) {
-    few_query_score_rows<T, 2, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
-                                       key_step);
-    r += 2;
-  }
-  if (r + 1 <= rows) {
-    few_query_score_rows<T, 1, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
-                                       key_step);
-    r += 1;
-  }
+  const auto next_rows = [&](auto count) {
+    constexpr int kRows = decltype(count)::value;
+    const auto* of_rows = query + r * padded;
+    T* const to = s + r * row_step;
+    if constexpr (kListed) {
+      few_query_listed_score_rows<T, kRows, Stored>(of_rows, keys, head_dim, to, row_step, key_step);
+    } else {
+      few_query_score_rows<T, kRows, Stored>(of_rows, keys, head_dim, to, row_step, key_step);
+    }
+    r += kRows;
+  };
+  while (r + 8 <= rows) next_rows(std::integral_constant<int, 8>());
+  if (r + 4 <= rows) next_rows(std::integral_constant<int, 4>());
+  if (r + 2 <= rows) next_rows(std::integral_constant<int, 2>());
+  if (r + 1 <= rows) next_rows(std::integral_constant<int, 1>());
 }
 
 // s[row * row_step + key * key_step] = <query row, key> for rows of `query`, [rows][padded head_dim] with
-// zeros in the padding, and at least one key.
-template <class T>
+// zeros in the padding, and at least one key. With kListed the keys are rows of a list.
+template <class T, bool kListed = false>
 SELFATTN_OUT_OF_LINE void few_query_scores(const T* query, int64_t rows, const FewQueryRows& keys,
                                            int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
   if constexpr (sizeof(T) == 4) {
     if (keys.dtype == DType::kBFloat16) {
-      return few_query_scores_as<T, StoredBFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+      return few_query_scores_as<T, StoredBFloat16<T>, kListed>(query, rows, keys, head_dim, s, row_step,
+                                                                key_step);
     }
     if (keys.dtype == DType::kFloat16) {
-      return few_query_scores_as<T, StoredFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+      return few_query_scores_as<T, StoredFloat16<T>, kListed>(query, rows, keys, head_dim, s, row_step,
+                                                               key_step);
     }
   }
-  few_query_scores_as<T, StoredAsT<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+  few_query_scores_as<T, StoredAsT<T>, kListed>(query, rows, keys, head_dim, s, row_step, key_step);
 }
 
 // Returns a single such product, <query, row>, with the same bits.

@@ -147,7 +147,7 @@ void add_value_rows(const Columns& columns, const Values& a, int64_t rows, int64
 // Multiplies a step of keys at a time by rows of weights, in groups of up to eight: further columns and
 // groups find the step's values in the level-1 cache. Without long runs, memory is read fastest in its own
 // order, so there a group has as many rows as leave registers for a whole row of values, but at least two.
-template <class Columns, class Values>
+template <bool kListed, class Columns, class Values>
 void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQueryRows values) {
   const int64_t row_bytes = a.value_dim * Columns::kElementBytes;
   int64_t most = 8, step = kValueStep;
@@ -161,28 +161,26 @@ void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQu
   const bool once = rows <= most && a.value_dim <= Columns::columns_of(static_cast<int>(most));
   while (values.count > 0) {
     const FewQueryRows::Even some = values.take_even(once ? values.count : step);
-    if (some.list.row != nullptr) {
-      add_value_rows<true>(columns, a, rows, most, some);
-    } else {
-      add_value_rows<false>(columns, a, rows, most, some);
-    }
+    add_value_rows<kListed>(columns, a, rows, most, some);
     a = a.from(some.rows.rows);
   }
 }
 
 // sums[row] += sum over keys of weights[row][key] * value[key], for at least one key.
-template <class T>
+template <class T, bool kListed = false>
 SELFATTN_OUT_OF_LINE void few_query_values(const FewQueryValues<T>& a, int64_t rows,
                                            const FewQueryRows& values) {
   if constexpr (sizeof(T) == 4) {
     if (values.dtype == DType::kBFloat16) {
-      return few_query_value_steps(FewQueryColumns<T, StoredBFloat16<T>>(a.value_dim), a, rows, values);
+      return few_query_value_steps<kListed>(FewQueryColumns<T, StoredBFloat16<T>>(a.value_dim), a, rows,
+                                            values);
     }
     if (values.dtype == DType::kFloat16) {
-      return few_query_value_steps(FewQueryColumns<T, StoredFloat16<T>>(a.value_dim), a, rows, values);
+      return few_query_value_steps<kListed>(FewQueryColumns<T, StoredFloat16<T>>(a.value_dim), a, rows,
+                                            values);
     }
   }
-  few_query_value_steps(FewQueryColumns<T, StoredAsT<T>>(a.value_dim), a, rows, values);
+  few_query_value_steps<kListed>(FewQueryColumns<T, StoredAsT<T>>(a.value_dim), a, rows, values);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

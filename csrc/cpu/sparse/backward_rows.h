@@ -60,8 +60,8 @@ class SelectedGradientRows {
     list_rows(p, p.key, first.batch, kv_head, tile, listed);
     list_rows(p, p.value, first.batch, kv_head, tile, values);
     const ListedRows key_rows(p.dtype, listed, count, 2 * count), value_rows(p.dtype, values, count, count);
-    few_query_scores<T>(query, heads, key_rows.rows(), p.head_dim, weights, kMost, 1);
-    few_query_scores<T>(grad_out, heads, value_rows.rows(), p.value_dim, grad, kMost, 1);
+    few_query_scores<T, true>(query, heads, key_rows.rows(), p.head_dim, weights, kMost, 1);
+    few_query_scores<T, true>(grad_out, heads, value_rows.rows(), p.value_dim, grad, kMost, 1);
     for (int64_t h = 0; h < heads; ++h) slopes[h] += weigh(p, a, tile, h, biased);
     for (int64_t j = 0; j < count; ++j) {
       key_sums[j] = sums.key.data + (tile.key[j] - first_key) * sums.key.stride;
@@ -72,8 +72,8 @@ class SelectedGradientRows {
     add_few_query_outer<T>({weights, seen, kMost, grad_out, heads, value_stride}, count, value_sums,
                            value_stride);
     add_few_query_outer<T>({grad, seen, kMost, query, heads, query_stride}, count, key_sums, query_stride);
-    few_query_values<T>({grad, seen, kMost, p.head_dim, grad_query.data, grad_query.stride}, heads,
-                        key_rows.rows());
+    few_query_values<T, true>({grad, seen, kMost, p.head_dim, grad_query.data, grad_query.stride}, heads,
+                              key_rows.rows());
   }
 
  private:

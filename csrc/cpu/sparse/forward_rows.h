@@ -132,7 +132,7 @@ class SelectedRows {
     list_rows(p, p.value, unit.batch, kv_head, keys, values);
     const ListedRows key_rows(p.dtype, s.rows, keys.count, 2 * keys.count),
         value_rows(p.dtype, values, keys.count, keys.count);
-    Products::scores(p, s.query, heads, key_rows.rows(), s.scores, ld);
+    Products::template scores<true>(p, s.query, heads, key_rows.rows(), s.scores, ld);
     const int64_t first_row = (query - unit.first) * heads;
     for (int64_t h = 0; h < heads; ++h) {
       T* const scores = s.scores + h * ld;
@@ -155,7 +155,7 @@ class SelectedRows {
     memset(s.sums, 0, static_cast<size_t>(Products::sums_rows(heads) * stride) * sizeof(T));
     const auto a = Products::weigh(s.scores, leave_hidden_out ? s.visible : nullptr, TileKeys::kMost,
                                    p.value_dim, s.sums, stride);
-    Products::values(a, heads, values);
+    Products::template values<true>(a, heads, values);
     for (int64_t h = 0; h < heads; ++h) {
       const auto rescale = S::set(s.rescale[h]), factor = S::set(s.used[h]);
       for (int64_t e = 0; e < round_up_to_vector<T>(p.value_dim); e += S::kWidth) {
