@@ -178,7 +178,8 @@ struct OnHost {
     kernel.scores_backward = &run<&cuda::Kernel::scores_backward>;
     kernel.masked_softmax = &run<&cuda::Kernel::masked_softmax>;
     kernel.masked_softmax_backward = &run<&cuda::Kernel::masked_softmax_backward>;
-    kernel.options = by_name(kName).options.without({Option::kFunction, Option::kBlockMap});
+    kernel.options =
+        by_name(kName).options.without({Option::kFunction, Option::kBlockMap, Option::kSelection});
     return kernel;
   }
 };
