@@ -62,7 +62,8 @@ SELFATTN_INLINE typename Simd<T>::Vec normalised_weight(typename Simd<T>::Vec sc
                    S::mul(exp_nonpositive<T>(S::sub(score, shift)), inverse));
 }
 
-// What options change in a row's gradient, a number for each key; nullptr where they change nothing.
+// Options change a row's gradient by these, which have a number for each key; those that change nothing are
+// nullptr.
 template <class T>
 struct GradientTerms {
   const T* keep = nullptr;      // factors of dropout
