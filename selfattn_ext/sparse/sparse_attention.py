@@ -35,9 +35,6 @@ from .selection import Selection, check, joined, needs_mask, selection_of
 
 __all__ = ["sparse_attention"]
 
-#: The kernel that goes through lists, by the type of the device.
-_OF_LISTS = {"cpu": "fused", "cuda": "simt"}
-
 _is_overridden = torch.overrides.has_torch_function_variadic
 
 
